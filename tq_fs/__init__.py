@@ -1,0 +1,53 @@
+"""tq-fs keeps the large per-token fields of agentic-RL rollouts out of host memory.
+
+Each model invocation (a Step) is written once as a small Zarr v3 group; references travel; the
+trainer reads the rows and layers it needs and gets bit-identical tensors.
+
+>>> import numpy as np, tempfile, tq_fs
+>>> folder = tempfile.mkdtemp()
+>>> fields = [tq_fs.logprobs(), tq_fs.routed_experts(layers=2, topk=2, experts=8)]
+>>> with tq_fs.open_store(f"file://{folder}", fields=fields) as store:
+...     session = store.session("rollout-1")
+...     step = session.create(
+...         context=[1, 2],
+...         response=[3, 4],
+...         logprobs=np.array([-0.5, -0.25], np.float32),
+...         routed_experts=np.zeros((3, 2, 2), np.int32),
+...     )
+...     segments = session.finalize(consumers=["train"])
+...     batch = store.hydrate(segments)
+...     deleted = store.release(segments, "train")
+>>> batch["rollout_log_probs"][0].tolist(), tuple(batch["rollout_routed_experts"][0].shape)
+([-0.5, -0.25], (3, 2, 2))
+"""
+
+from tq_fs import errors
+from tq_fs.config import StoreConfig
+from tq_fs.fields import FieldSpec, logprobs, routed_experts, routed_experts_of_model
+from tq_fs.hydrate import Arena, MicroBatch, MicroBatches
+from tq_fs.reader import SegmentReader
+from tq_fs.session import Session
+from tq_fs.store import Store, open_store
+from tq_fs.trajectory import Sample, Segment, StepInput, StepRecord
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Arena",
+    "FieldSpec",
+    "MicroBatch",
+    "MicroBatches",
+    "Sample",
+    "Segment",
+    "SegmentReader",
+    "Session",
+    "StepInput",
+    "StepRecord",
+    "Store",
+    "StoreConfig",
+    "errors",
+    "logprobs",
+    "open_store",
+    "routed_experts",
+    "routed_experts_of_model",
+]

@@ -1,0 +1,88 @@
+"""What a place for bytes promises. A backend has never heard of a Step or a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+# bytes, bytearray, memoryview or a contiguous numpy array. Python 3.11 has no type for "anything
+# with a buffer", and numpy does not declare its own before 3.12.
+Buffer: TypeAlias = Any
+
+
+class ObjectReader(Protocol):
+    """An open object; a context manager. Used by one thread."""
+
+    def readinto(self, buffers: Sequence[Buffer], offset: int) -> None:
+        """Fill `buffers`, one after the other, with the object's bytes from `offset`.
+
+        Raises
+        ------
+        ObjectShort
+            The object ends before the buffers are full.
+        """
+
+    def __enter__(self) -> ObjectReader:
+        """Return the reader."""
+
+    def __exit__(self, *exc: object) -> None:
+        """Close the object."""
+
+
+class Backend(Protocol):
+    """Write-once groups of objects, and small replaceable ones, under keys of plain text.
+
+    A key is components joined by ``/``; no component is empty or begins with a dot. All methods
+    may be called from many threads. Absence always raises, but for deleting, which is idempotent.
+    """
+
+    def publish(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
+        """Make all `members` readable under `prefix` at once, or none of them.
+
+        A member's value is a sequence of buffers written one after the other. Publishing content
+        that is there already, byte for byte, succeeds: the acknowledgement was lost.
+
+        Raises
+        ------
+        ObjectExists
+            `prefix` is taken by other content, which is unchanged.
+        StorageFull
+            No room; nothing is visible.
+        """
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write one small object whole, replacing what was there at once."""
+
+    def get(self, key: str) -> bytes:
+        """Return a small object.
+
+        Raises
+        ------
+        ObjectMissing
+        """
+
+    def open(self, key: str) -> ObjectReader:
+        """Open an object for ranged reads.
+
+        Raises
+        ------
+        ObjectMissing
+        """
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """Yield the names right below `prefix`, sorted; nothing where there is no such prefix."""
+
+    def delete(self, prefix: str) -> bool:
+        """Remove an object or everything below a prefix; at once, as a reader sees it.
+
+        Returns
+        -------
+        bool
+            Whether there was something.
+        """
+
+    def sync(self) -> None:
+        """Return once everything published before is as durable as the device can make it."""
+
+    def close(self) -> None:
+        """Release threads and descriptors; idempotent."""

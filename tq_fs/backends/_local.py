@@ -1,0 +1,387 @@
+"""Groups of files on a local file system: written in a staging folder, published by one rename."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tq_fs.backends._base import Buffer
+from tq_fs.backends._durability import Durability, GroupSync, check_durability
+from tq_fs.backends._errors import mapped, translate
+from tq_fs.backends._staging import Staged, Staging
+from tq_fs.errors import InvalidKey, ObjectExists, ObjectMissing, ObjectShort
+
+STAGING = ".staging"
+_MOST_BUFFERS = 1024  # IOV_MAX on Linux
+_COMPARE_BYTES = 1024 * 1024
+_RACES = 16
+_READ = os.O_RDONLY | os.O_CLOEXEC
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def _at_nothing(point: str) -> None:
+    """Do nothing: the default for `at`."""
+
+
+class LocalBackend:
+    """A :class:`~tq_fs.backends.Backend` over a folder of a local file system.
+
+    One process at a time may write (the store sees to it); any number may read. Pickles as its
+    configuration.
+
+    Parameters
+    ----------
+    root
+        The folder; made where it is missing.
+    durability
+        ``none``: a write is done when it is renamed; survives a killed process, not a power cut.
+        ``batch``: and when a sync shared with other writers has ended. ``step``: and when its own
+        files and folders are synced.
+    ahead
+        Empty groups to keep ready (see :mod:`tq_fs.backends._staging`).
+    read_only
+        Refuse to make the folder.
+    at
+        Called with the name of each point of a write or delete as it is passed; for tests that
+        kill the process there.
+    """
+
+    POINTS = (
+        "staged",
+        "members written",
+        "members synced",
+        "renamed",
+        "acknowledged",
+        "value written",
+        "delete renamed",
+    )
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        durability: str = "none",
+        ahead: int = 32,
+        read_only: bool = False,
+        at: Callable[[str], None] = _at_nothing,
+    ) -> None:
+        self.root = Path(root).absolute()
+        self.durability: Durability = check_durability(durability)
+        self._ahead = ahead
+        self._read_only = read_only
+        self._at = at
+        self._fds: list[int] = []
+        with mapped(str(self.root)):
+            if not read_only:
+                (self.root / STAGING).mkdir(parents=True, exist_ok=True)
+            self._root = self._keep(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            if not read_only:
+                self._stage = self._keep(os.open(self.root / STAGING, _FOLDER))
+        if not read_only:
+            self._staging = Staging(self._stage, ahead=ahead)
+        self._group_sync = GroupSync(self._root)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as configuration; the copy opens its own descriptors."""
+        return _reopen, (str(self.root), self.durability, self._ahead, self._read_only)
+
+    # ------------------------------------------------------------ write
+
+    def publish(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
+        """Make all members readable under `prefix` at once; see the protocol."""
+        subject = self._name(prefix)
+        try:
+            staged = self._staging.take(members)
+            try:
+                self._fill(staged, members)
+                published = self._rename(staged.name, prefix)
+            except BaseException:
+                self._staging.drop(staged, tuple(members))
+                raise
+            if not published:
+                self._staging.drop(staged, tuple(members))
+                self._accept_equal(prefix, members)
+                return
+            os.close(staged.fd)
+            self._at("renamed")
+            self._settle(prefix)
+        except OSError as error:
+            raise translate(error, subject) from error
+        self._at("acknowledged")
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write one small object whole, replacing what was there at once."""
+        with mapped(self._name(key)):
+            name = self._staging.name()
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            try:
+                _write(os.open(name, flags, 0o644, dir_fd=self._stage), [data], self._sync_file)
+                self._at("value written")
+                if not self._rename(name, key):
+                    raise ObjectExists("is a prefix, not an object", subject=self._name(key))
+            except BaseException:
+                self._discard(name)
+                raise
+            self._settle(key)
+
+    def _fill(self, staged: Staged, members: Mapping[str, Sequence[Buffer]]) -> None:
+        self._at("staged")
+        sync = self._sync_file
+        for member, buffers in members.items():
+            fd = os.open(member, os.O_WRONLY | os.O_CLOEXEC, dir_fd=staged.fd)
+            _write(fd, buffers, sync)
+        self._at("members written")
+        if sync is not None:
+            for folder in {os.path.dirname(m) for m in members} | {"."}:
+                _sync_folder(folder or ".", staged.fd)
+            self._at("members synced")
+
+    @property
+    def _sync_file(self) -> Callable[[int], None] | None:
+        return os.fdatasync if self.durability == "step" else None
+
+    def _rename(self, name: str, key: str) -> bool:
+        """Move a staged file or folder to its key; False where the key is taken by a folder."""
+        parent = os.path.dirname(key)
+        for _ in range(_RACES):
+            try:
+                os.rename(name, key, src_dir_fd=self._stage, dst_dir_fd=self._root)
+            except FileNotFoundError:
+                # First of its session, or a delete removed the empty parent a moment ago.
+                self._make_parents(parent)
+            except (FileExistsError, IsADirectoryError, NotADirectoryError):
+                return False
+            except OSError as error:
+                if error.errno == errno.ENOTEMPTY:
+                    return False
+                raise
+            else:
+                return True
+        raise FileNotFoundError(errno.ENOENT, "its folder is being removed again and again", key)
+
+    def _make_parents(self, parent: str) -> None:
+        at = ""
+        for part in parent.split("/"):
+            at = f"{at}/{part}" if at else part
+            try:
+                os.mkdir(at, dir_fd=self._root)
+            except FileExistsError:
+                continue
+            if self.durability == "step":
+                _sync_folder(os.path.dirname(at) or ".", self._root)
+
+    def _settle(self, key: str) -> None:
+        """Wait until the policy lets a write be acknowledged."""
+        if self.durability == "step":
+            _sync_folder(os.path.dirname(key) or ".", self._root)
+        elif self.durability == "batch":
+            self._group_sync.wait()
+
+    def _accept_equal(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
+        for member, buffers in members.items():
+            if not self._holds(f"{prefix}/{member}", buffers):
+                raise ObjectExists(
+                    f"is taken by other content (differs in {member})",
+                    subject=self._name(prefix),
+                    remedy="Steps are written once: use a new Step index or session incarnation",
+                )
+
+    def _holds(self, key: str, buffers: Sequence[Buffer]) -> bool:
+        try:
+            with self.open(key) as there:
+                offset = 0
+                for buffer in buffers:
+                    view = memoryview(buffer).cast("B")
+                    for start in range(0, len(view), _COMPARE_BYTES):
+                        want = view[start : start + _COMPARE_BYTES]
+                        have = bytearray(len(want))
+                        there.readinto([have], offset)
+                        if have != want:
+                            return False
+                        offset += len(want)
+            return os.stat(key, dir_fd=self._root).st_size == offset
+        except (ObjectMissing, ObjectShort):
+            return False
+
+    # ------------------------------------------------------------ read
+
+    def open(self, key: str) -> LocalObject:
+        """Open an object for ranged reads."""
+        if ".." in key:
+            self._name(key)
+        try:
+            return LocalObject(os.open(key, _READ, dir_fd=self._root), self, key)
+        except OSError as error:
+            raise translate(error, self._name(key)) from error
+
+    def get(self, key: str) -> bytes:
+        """Return a small object."""
+        with mapped(self._name(key)):
+            fd = os.open(key, _READ, dir_fd=self._root)
+            with os.fdopen(fd, "rb", buffering=0) as file:
+                return file.readall()
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """Yield the names right below `prefix`, sorted."""
+        try:
+            fd = os.open(prefix or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise translate(error, self._name(prefix)) from error
+        try:
+            names = sorted(n for n in os.listdir(fd) if not n.startswith("."))
+        finally:
+            os.close(fd)
+        yield from names
+
+    # ------------------------------------------------------------ remove
+
+    def delete(self, prefix: str) -> bool:
+        """Remove an object or everything below a prefix; at once, as a reader sees it."""
+        with mapped(self._name(prefix)):
+            trash = self._staging.name()
+            try:
+                os.rename(prefix, trash, src_dir_fd=self._root, dst_dir_fd=self._stage)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            self._at("delete renamed")
+            self._discard(trash)
+            self._prune(os.path.dirname(prefix))
+        return True
+
+    def sweep(self) -> int:
+        """Remove what writers and deletes of an earlier process left; return how many pieces.
+
+        Only for the one process that writes.
+        """
+        left = os.listdir(self.root / STAGING)
+        for name in left:
+            self._discard(name)
+        return len(left)
+
+    def _discard(self, name: str) -> None:
+        path = self.root / STAGING / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def _prune(self, parent: str) -> None:
+        while "/" in parent:
+            try:
+                os.rmdir(parent, dir_fd=self._root)
+            except OSError:
+                return  # not empty
+            parent = os.path.dirname(parent)
+
+    def sync(self) -> None:
+        """Write back everything dirty on the backend's file system."""
+        with mapped(str(self.root)):
+            self._group_sync.wait()
+
+    def close(self) -> None:
+        """Stop the staging thread and close descriptors; idempotent."""
+        if not self._fds:
+            return
+        if not self._read_only:
+            self._staging.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _keep(self, fd: int) -> int:
+        self._fds.append(fd)
+        return fd
+
+    def _name(self, key: str) -> str:
+        if any(part in ("", ".", "..") for part in key.split("/")):
+            raise InvalidKey("not a key of a backend", subject=repr(key)[:200])
+        return f"{self.root}/{key}"
+
+
+class LocalObject:
+    """An open file of a :class:`LocalBackend`."""
+
+    __slots__ = ("_backend", "_fd", "_key")
+
+    def __init__(self, fd: int, backend: LocalBackend, key: str) -> None:
+        self._fd = fd
+        self._backend = backend
+        self._key = key
+
+    def readinto(self, buffers: Sequence[Buffer], offset: int) -> None:
+        """Fill `buffers` with the file's bytes from `offset`; see the protocol."""
+        want = sum(map(_nbytes, buffers))
+        have = os.preadv(self._fd, buffers[:_MOST_BUFFERS], offset)
+        if have != want:
+            self._read_rest(buffers, offset, have, want)
+
+    def _read_rest(self, buffers: Sequence[Buffer], offset: int, have: int, want: int) -> None:
+        """Go on after a short read: a signal, more buffers than one call takes, or the end."""
+        rest = [memoryview(b).cast("B") for b in buffers]
+        done = have
+        while have and done < want:
+            rest = _after(rest, have)
+            have = os.preadv(self._fd, rest[:_MOST_BUFFERS], offset + done)
+            done += have
+        if done < want:
+            raise ObjectShort(
+                f"ends at byte {offset + done}, {offset + want} are needed",
+                subject=f"{self._backend.root}/{self._key}",
+                remedy="the file was cut: restore the Step or discard its session",
+            )
+
+    def __enter__(self) -> LocalObject:
+        """Return the object."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return len(buffer) if isinstance(buffer, bytes | bytearray) else buffer.nbytes
+
+
+def _write(fd: int, buffers: Sequence[Buffer], sync: Callable[[int], None] | None) -> None:
+    """Write all buffers, sync where asked, and close `fd` in any case."""
+    try:
+        want = sum(map(_nbytes, buffers))
+        have = os.writev(fd, buffers[:_MOST_BUFFERS])
+        if have != want:
+            _write_rest(fd, buffers, have)
+        if sync is not None:
+            sync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_rest(fd: int, buffers: Sequence[Buffer], have: int) -> None:
+    rest = _after([memoryview(b).cast("B") for b in buffers], have)
+    while rest:
+        rest = _after(rest, os.writev(fd, rest[:_MOST_BUFFERS]))
+
+
+def _after(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """Return what remains of `buffers` after their first `nbytes`."""
+    for i, buffer in enumerate(buffers):
+        if nbytes < buffer.nbytes:
+            return [buffer[nbytes:], *buffers[i + 1 :]]
+        nbytes -= buffer.nbytes
+    return []
+
+
+def _sync_folder(path: str, dir_fd: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _reopen(root: str, durability: str, ahead: int, read_only: bool) -> LocalBackend:
+    return LocalBackend(root, durability=durability, ahead=ahead, read_only=read_only)

@@ -1,0 +1,1 @@
+"""The main job, end to end, on a real mixture-of-experts model with random weights."""

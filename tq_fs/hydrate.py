@@ -1,0 +1,410 @@
+"""From references back to what training reads: Slime's fields, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tq_fs.errors import BudgetTooSmall, FieldMissing, InvalidConfig, InvalidSelection
+from tq_fs.fields import LOGPROBS, FieldSpec
+from tq_fs.manifests import Resolved
+from tq_fs.plan import Range, field_rows
+from tq_fs.reader import Read, SegmentReader, selection
+from tq_fs.trajectory import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+Array = npt.NDArray[Any]
+Allocate = Callable[[int], npt.NDArray[np.uint8]]
+PREFIX = "rollout_"
+
+
+def _allocate(nbytes: int) -> npt.NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
+
+
+class Arena:
+    """One block of memory that micro-batches are hydrated into, one after the other.
+
+    Parameters
+    ----------
+    nbytes
+        Its size.
+    allocate
+        Gives the memory: a uint8 array of so many bytes (pinned, say).
+    """
+
+    def __init__(self, nbytes: int, allocate: Allocate = _allocate) -> None:
+        self._memory = allocate(nbytes)
+        self._used = 0
+
+    def reset(self) -> None:
+        """Let the whole block be used again; earlier arrays are overwritten."""
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an uninitialised array in the block.
+
+        Raises
+        ------
+        BudgetTooSmall
+        """
+        nbytes = aligned(prod(shape) * dtype.itemsize)
+        if self._used + nbytes > self._memory.size:
+            raise BudgetTooSmall(
+                f"{self._used + nbytes} bytes, the arena has {self._memory.size}",
+                subject="micro-batch",
+                remedy="raise budget_bytes, or select layers or tokens",
+            )
+        block = self._memory[self._used : self._used + prod(shape) * dtype.itemsize]
+        self._used += nbytes
+        return block.view(dtype).reshape(shape)
+
+
+def aligned(nbytes: int) -> int:
+    """Return `nbytes` rounded up to a cache line."""
+    return -(-nbytes // 64) * 64
+
+
+class _Shape(NamedTuple):
+    """One field of one sample: its row ranges in the Segment, and the array they give."""
+
+    spec: FieldSpec
+    rows: tuple[Range, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return aligned(prod(self.shape) * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What of each sample is hydrated.
+
+    Attributes
+    ----------
+    fields
+        Names; None for all declared fields.
+    layers
+        Half-open layer range of fields that have layers (a pipeline rank's).
+    tokens
+        Half-open token ranges of the sample, one after the other (a context rank's chunks). None
+        for all. Ranges are cut to the sample's length. Of transitions fields the rows of these
+        tokens are taken, of logprobs those that belong to the response.
+    """
+
+    fields: tuple[str, ...] | None = None
+    layers: Range | None = None
+    tokens: tuple[Range, ...] | None = None
+
+
+class Hydrator:
+    """Turns samples into arrays and tensors. Safe to call from many threads.
+
+    Parameters
+    ----------
+    specs
+        Declared fields.
+    reader
+        Reads what is stored; None where all fields are in memory.
+    """
+
+    def __init__(self, specs: Sequence[FieldSpec], reader: SegmentReader | None) -> None:
+        self._specs = tuple(specs)
+        self._reader = reader
+
+    def arrays(
+        self, samples: Sequence[Sample], select: Selection, arena: Arena | None = None
+    ) -> dict[str, list[Array]]:
+        """Return ``rollout_<field>`` arrays of each sample.
+
+        ``rollout_logprobs`` is called ``rollout_log_probs``, as in Slime, and holds the response
+        only: float32 ``[response_length]``. ``rollout_routed_experts`` is int32
+        ``[T-1, layers, topk]``. Removed samples get zeros, and nothing of them is read.
+
+        Raises
+        ------
+        StaleReference, SegmentMissing, StepMissing, ChunkCorrupt, ObjectShort
+        BudgetTooSmall
+            The samples do not fit the arena.
+        """
+        out: dict[str, list[Array]] = {_slime_name(s): [] for s in self._chosen(select)}
+        reads: list[Read] = []
+        for sample, resolved in zip(samples, self._resolved(samples, select), strict=True):
+            for shape in self._shapes(sample, resolved, select):
+                array = _room(shape, arena)
+                out[_slime_name(shape.spec)].append(array)
+                if sample.removed:
+                    array[...] = 0
+                elif shape.spec.name in sample.arrays:
+                    _copy_resident(sample.arrays[shape.spec.name], shape, select.layers, array)
+                else:
+                    assert resolved is not None
+                    reads.append(Read(resolved, shape.spec.name, shape.rows, array))
+        if reads and self._reader is not None:
+            self._reader.fetch(reads, layers=select.layers)
+        return out
+
+    def tensors(
+        self, samples: Sequence[Sample], select: Selection, arena: Arena | None = None
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return what :meth:`arrays` does as CPU tensors over the same memory."""
+        import torch  # noqa: PLC0415  # the package loads without it
+
+        arrays = self.arrays(samples, select, arena)
+        return {name: [torch.from_numpy(a) for a in values] for name, values in arrays.items()}
+
+    def sizes(self, samples: Sequence[Sample], select: Selection) -> list[int]:
+        """Return the bytes each sample takes once hydrated. Nothing is read."""
+        resolved = self._resolved(samples, select)
+        return [
+            sum(shape.nbytes for shape in self._shapes(sample, where, select))
+            for sample, where in zip(samples, resolved, strict=True)
+        ]
+
+    # ------------------------------------------------------------ inside
+
+    def _chosen(self, select: Selection) -> list[FieldSpec]:
+        if select.fields is None:
+            return list(self._specs)
+        known = {s.name: s for s in self._specs}
+        unknown = set(select.fields) - set(known)
+        if unknown:
+            raise FieldMissing(f"{sorted(unknown)} is not declared", subject="fields")
+        return [known[name] for name in select.fields]
+
+    def _resolved(self, samples: Sequence[Sample], select: Selection) -> list[Resolved | None]:
+        """Resolve what has to be read, in one batch."""
+        names = [s.name for s in self._chosen(select)]
+        needed = [self._needs_store(sample, names) for sample in samples]
+        refs = [s.ref for s, need in zip(samples, needed, strict=True) if need and s.ref]
+        found = iter(self._reader.resolve(refs) if self._reader is not None and refs else ())
+        return [next(found) if need else None for need in needed]
+
+    def _needs_store(self, sample: Sample, names: Sequence[str]) -> bool:
+        stored = [n for n in names if n not in sample.arrays]
+        if not stored or (sample.removed and self._widths_known(stored)):
+            return False
+        if sample.ref is None or self._reader is None:
+            raise FieldMissing(
+                f"{stored} are neither in the sample nor in a store",
+                subject=f"sample {sample.ref or 'without reference'}",
+            )
+        return True
+
+    def _widths_known(self, names: Sequence[str]) -> bool:
+        return all(s.inner is not None for s in self._specs if s.name in names)
+
+    def _shapes(
+        self, sample: Sample, resolved: Resolved | None, select: Selection
+    ) -> Iterator[_Shape]:
+        for spec in self._chosen(select):
+            rows = _rows(spec, sample, select.tokens)
+            count = sum(stop - start for start, stop in rows)
+            shape, dtype = _shape(spec, sample, resolved, count, select.layers)
+            yield _Shape(spec, rows, shape, dtype)
+
+
+def _slime_name(spec: FieldSpec) -> str:
+    return f"{PREFIX}log_probs" if spec.name == LOGPROBS else f"{PREFIX}{spec.name}"
+
+
+def _room(shape: _Shape, arena: Arena | None) -> Array:
+    if arena is not None:
+        return arena.take(shape.shape, shape.dtype)
+    return np.empty(shape.shape, shape.dtype)
+
+
+def _rows(spec: FieldSpec, sample: Sample, tokens: tuple[Range, ...] | None) -> tuple[Range, ...]:
+    """Return which rows of the Segment's field a sample takes."""
+    low, high = 0, max(0, sample.tokens - 1) if spec.rows == "transitions" else sample.tokens
+    if spec.name == LOGPROBS:
+        low = sample.tokens - sample.response_length
+    if tokens is None:
+        return ((low, high),)
+    rows = []
+    for start, stop in tokens:
+        if not 0 <= start <= stop:
+            raise InvalidSelection(f"[{start}, {stop}) is no token range", subject=str(sample.ref))
+        first = min(max(start, low), high)
+        rows.append((first, max(first, min(stop, high))))
+    return tuple(rows)
+
+
+def _shape(
+    spec: FieldSpec, sample: Sample, resolved: Resolved | None, rows: int, layers: Range | None
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    if resolved is not None and spec.name not in sample.arrays:
+        length = field_rows(resolved, spec.name)
+        if sample.tokens > resolved.segment.tokens:
+            raise InvalidSelection(
+                f"the sample has {sample.tokens} tokens, its Segment {resolved.segment.tokens} "
+                f"({length} rows)",
+                subject=str(sample.ref),
+            )
+        return selection(resolved, spec.name, rows, layers)
+    array = sample.arrays.get(spec.name)
+    inner = spec.inner if array is None else array.shape[1:]
+    assert inner is not None
+    if inner and layers is not None:
+        if not 0 <= layers[0] <= layers[1] <= inner[0]:
+            raise InvalidSelection(
+                f"[{layers[0]}, {layers[1]}) does not lie in [0, {inner[0]})",
+                subject=f"layers of {spec.name}",
+            )
+        inner = (layers[1] - layers[0], *inner[1:])
+    return (rows, *inner), np.dtype(spec.dtype)
+
+
+def _copy_resident(source: Array, shape: _Shape, layers: Range | None, target: Array) -> None:
+    if source.ndim > 1 and layers is not None:
+        source = source[:, layers[0] : layers[1]]
+    at = 0
+    for start, stop in shape.rows:
+        np.copyto(target[at : at + stop - start], source[start:stop])
+        at += stop - start
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+def by_budget(sizes: Sequence[int], budget_bytes: int) -> list[range]:
+    """Cut samples into runs that take at most `budget_bytes` each.
+
+    Raises
+    ------
+    BudgetTooSmall
+        One sample alone is larger.
+    """
+    runs: list[range] = []
+    start = used = 0
+    for i, size in enumerate(sizes):
+        if size > budget_bytes:
+            raise BudgetTooSmall(
+                f"takes {size} bytes, a micro-batch may take {budget_bytes}",
+                subject=f"sample {i}",
+                remedy="raise budget_bytes, or select layers or tokens",
+            )
+        if used + size > budget_bytes:
+            runs.append(range(start, i))
+            start, used = i, 0
+        used += size
+    if start < len(sizes):
+        runs.append(range(start, len(sizes)))
+    return runs
+
+
+def by_count(count: int, size: int) -> list[range]:
+    """Cut `count` samples into runs of `size`."""
+    if size < 1:
+        raise InvalidConfig(f"{size} samples", subject="micro-batch", remedy="use at least 1")
+    return [range(i, min(i + size, count)) for i in range(0, count, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some samples and their tensors.
+
+    Attributes
+    ----------
+    samples
+        The samples, in their order.
+    tensors
+        Slime's fields by name, a tensor for each sample.
+    """
+
+    samples: tuple[Sample, ...]
+    tensors: Mapping[str, list[torch.Tensor]]
+
+
+class MicroBatches:
+    """Iterates over micro-batches, hydrating each when its turn comes, or one ahead.
+
+    Two blocks of memory are used in turn: the tensors of a micro-batch are valid until the next
+    one is taken.
+
+    Parameters
+    ----------
+    hydrator
+        Hydrates; stays the caller's.
+    samples
+        All samples of the shard.
+    select
+        What of each sample.
+    runs
+        Which samples make up each micro-batch.
+    pool
+        Hydrates ahead; stays the caller's.
+    allocate
+        Gives the two blocks.
+    """
+
+    def __init__(
+        self,
+        hydrator: Hydrator,
+        samples: Sequence[Sample],
+        select: Selection,
+        runs: Sequence[range],
+        *,
+        pool: Executor,
+        allocate: Allocate = _allocate,
+    ) -> None:
+        self._hydrator = hydrator
+        self._samples = samples
+        self._select = select
+        self._runs = list(runs)
+        self._pool = pool
+        self._allocate = allocate
+        self._arenas: list[Arena] = []
+        self._next = 0
+        self._ahead: Future[MicroBatch] | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return how many micro-batches there are."""
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches that are left, each while the next one is being hydrated."""
+        while self._next < len(self._runs):
+            batch = self._take()
+            self.prefetch()
+            yield batch
+
+    def prefetch(self) -> None:
+        """Begin to hydrate the next micro-batch in the background; does nothing after the last."""
+        with self._lock:
+            if self._ahead is None and self._next < len(self._runs):
+                self._ahead = self._pool.submit(self._hydrate, self._next)
+
+    def _take(self) -> MicroBatch:
+        self.prefetch()
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+            self._next += 1
+        assert ahead is not None
+        return ahead.result()
+
+    def _hydrate(self, number: int) -> MicroBatch:
+        samples = tuple(self._samples[i] for i in self._runs[number])
+        arena = self._arena(number)
+        arena.reset()
+        return MicroBatch(samples, self._hydrator.tensors(samples, self._select, arena))
+
+    def _arena(self, number: int) -> Arena:
+        """Return the block whose turn it is; both are as large as the largest micro-batch."""
+        if not self._arenas:
+            sizes = self._hydrator.sizes(self._samples, self._select)
+            largest = max(sum(sizes[i] for i in run) for run in self._runs)
+            self._arenas = [Arena(largest, self._allocate) for _ in range(min(2, len(self._runs)))]
+        return self._arenas[number % len(self._arenas)]

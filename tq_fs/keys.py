@@ -1,0 +1,196 @@
+"""Who a Step and a Segment are, and how those identities become paths.
+
+Ids come from users and may be any text. Each id becomes one path component that is safe on
+POSIX file systems and in S3 keys:
+
+* ``A-Z a-z 0-9 - .`` stand for themselves (a leading dot does not);
+* ``_`` is written ``__``, every other byte of the UTF-8 form ``_xx`` in lower-case hex;
+* the empty id is a lone ``_``;
+* where that is longer than 200 bytes: 64 bytes of it, ``_h`` and the SHA-256 of the id. The id
+  itself then stands in the metadata (manifest and Step attributes).
+
+The three forms after ``_`` cannot be mistaken for each other, so the encoding is unique.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+
+from tq_fs.errors import InvalidKey
+
+MAX_ID_BYTES = 1000
+MAX_COMPONENT_BYTES = 200
+_KEPT_OF_LONG = 64
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-.")
+_ESCAPES = re.compile(r"_(?:_|[0-9a-f]{2})")
+_SCHEME = "tqfs1"
+
+
+def _utf8(text: str) -> bytes:
+    if not isinstance(text, str):
+        raise InvalidKey(f"an id is text, not {type(text).__name__}", subject=repr(text)[:80])
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidKey(
+            "the id holds a lone surrogate, which is no Unicode text", subject=repr(text[:80])
+        ) from error
+    if len(raw) > MAX_ID_BYTES:
+        raise InvalidKey(
+            f"the id has {len(raw)} bytes, {MAX_ID_BYTES} are allowed",
+            subject=repr(text[:40]) + "…",
+            remedy="use a shorter id, or a hash of it",
+        )
+    return raw
+
+
+def escape(text: str) -> str:
+    """Return the reversible form of an id, of any length.
+
+    Raises
+    ------
+    InvalidKey
+        The id is no text, or longer than 1,000 bytes.
+    """
+    raw = _utf8(text)
+    if not raw:
+        return "_"
+    body = "".join(chr(b) if b in _PLAIN else "__" if b == 0x5F else f"_{b:02x}" for b in raw)
+    return "_2e" + body[1:] if body[0] == "." else body
+
+
+def unescape(component: str) -> str:
+    """Undo :func:`escape`.
+
+    Raises
+    ------
+    InvalidKey
+        `component` is not something :func:`escape` returns.
+    """
+    if component == "_":
+        return ""
+    out = bytearray()
+    at = 0
+    for match in _ESCAPES.finditer(component):
+        out += component[at : match.start()].encode()
+        out += b"_" if match[0] == "__" else bytes.fromhex(match[0][1:])
+        at = match.end()
+    out += component[at:].encode()
+    try:
+        text = out.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidKey("not an encoded id", subject=component) from error
+    if escape(text) != component:
+        raise InvalidKey("not an encoded id", subject=component)
+    return text
+
+
+@functools.lru_cache(4096)
+def component(text: str) -> str:
+    """Return the path component of an id: at most 200 bytes, hashed where it must be."""
+    full = escape(text)
+    if len(full) <= MAX_COMPONENT_BYTES:
+        return full
+    return f"{full[:_KEPT_OF_LONG]}_h{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Incarnation:
+    """One use of a session id: what Steps and a manifest belong to.
+
+    Attributes
+    ----------
+    partition
+        Namespace in the store, such as ``train`` or ``eval``.
+    session_id
+        The user's id of the rollout session.
+    incarnation_id
+        New whenever the session id is used again, so that a late delete cannot hit newer data.
+    """
+
+    partition: str
+    session_id: str
+    incarnation_id: str
+
+    @property
+    def path(self) -> str:
+        """Path below ``steps/`` and ``manifests/``."""
+        return "/".join(map(component, (self.partition, self.session_id, self.incarnation_id)))
+
+    def __str__(self) -> str:
+        """Return a readable name for messages."""
+        return f"session {self.session_id!r} ({self.partition}, {self.incarnation_id})"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepKey:
+    """Identity of one Step: an incarnation and the Step's index in it."""
+
+    incarnation: Incarnation
+    step_index: int
+
+    @property
+    def path(self) -> str:
+        """Prefix of the Step's objects in its store."""
+        return step_path(self.incarnation.path, self.step_index)
+
+    def __str__(self) -> str:
+        """Return a readable name for messages."""
+        return f"Step {self.step_index} of {self.incarnation}"
+
+
+def step_path(incarnation_path: str, step_index: int) -> str:
+    """Return ``steps/<partition>/<session>/<incarnation>/<000007>``."""
+    return f"steps/{incarnation_path}/{step_index:06d}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SegmentRef:
+    """Identity of one Segment; its string form is all that a Sample carries.
+
+    Attributes
+    ----------
+    store_id
+        The run the Segment belongs to.
+    incarnation
+        The session and its incarnation.
+    view
+        How Steps were arranged: ``lineage`` or ``timeline``.
+    index
+        Position among the view's Segments, from 0.
+    """
+
+    store_id: str
+    incarnation: Incarnation
+    view: str
+    index: int
+
+    def __str__(self) -> str:
+        """Return the short string that travels: ``tqfs1:store/partition/session/…``."""
+        parts = (self.store_id, self.incarnation.partition, self.incarnation.session_id)
+        ids = "/".join(map(escape, (*parts, self.incarnation.incarnation_id, self.view)))
+        return f"{_SCHEME}:{ids}/{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> SegmentRef:
+        """Read the string form back.
+
+        Raises
+        ------
+        InvalidKey
+            `text` is no reference of this package.
+        """
+        scheme, _, body = text.partition(":") if isinstance(text, str) else ("", "", "")
+        parts = body.split("/")
+        if scheme != _SCHEME or len(parts) != 6 or not parts[5].isascii() or not parts[5].isdigit():
+            raise InvalidKey(
+                f"not a reference of the form {_SCHEME}:store/partition/session/incarnation/view/n",
+                subject=repr(text)[:120],
+            )
+        store_id, partition, session_id, incarnation_id, view = map(unescape, parts[:5])
+        return cls(
+            store_id, Incarnation(partition, session_id, incarnation_id), view, int(parts[5])
+        )

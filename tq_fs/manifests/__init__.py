@@ -1,0 +1,43 @@
+"""What a reference means: versioned JSON documents, their checks, and the catalog of a store."""
+
+from tq_fs.manifests._catalog import MANIFEST, STATE, Catalog, Resolved
+from tq_fs.manifests._check import check_manifest, check_segment
+from tq_fs.manifests._models import (
+    MANIFEST_SCHEMA,
+    SCHEMAS,
+    STATE_SCHEMA,
+    STORE_SCHEMA,
+    Fragment,
+    Mode,
+    SegmentEntry,
+    SessionManifest,
+    SessionState,
+    StoreDocument,
+    View,
+    decode,
+    encode,
+    json_schema,
+)
+
+__all__ = [
+    "MANIFEST",
+    "MANIFEST_SCHEMA",
+    "SCHEMAS",
+    "STATE",
+    "STATE_SCHEMA",
+    "STORE_SCHEMA",
+    "Catalog",
+    "Fragment",
+    "Mode",
+    "Resolved",
+    "SegmentEntry",
+    "SessionManifest",
+    "SessionState",
+    "StoreDocument",
+    "View",
+    "check_manifest",
+    "check_segment",
+    "decode",
+    "encode",
+    "json_schema",
+]

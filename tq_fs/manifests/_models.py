@@ -1,0 +1,187 @@
+"""The documents of a store: one manifest for each finalized session incarnation, and its state.
+
+A manifest is written once, at finalize. What changes afterwards, namely which consumer has
+released which Segment, is a small document beside it. Both are JSON, named by a schema and a
+version, and described by JSON Schema in ``schemas/``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from tq_fs.errors import ManifestCorrupt
+from tq_fs.keys import Incarnation, SegmentRef
+from tq_fs.steps import StepEntry, check_schema
+
+MANIFEST_SCHEMA = "tq-fs/manifest/1"
+STATE_SCHEMA = "tq-fs/state/1"
+STORE_SCHEMA = "tq-fs/store/1"
+
+View = Literal["lineage", "timeline"]
+Mode = Literal["tito", "snapshot"]
+
+
+class Fragment(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of rows of one Step inside one Segment.
+
+    Attributes
+    ----------
+    step
+        Index of the Step that holds the rows.
+    source, target
+        Half-open row ranges: in the Step's array, and in the Segment's field.
+    chunks
+        Half-open range of the array's chunks along rows that cover `source`.
+    """
+
+    step: int
+    source: tuple[int, int]
+    target: tuple[int, int]
+    chunks: tuple[int, int]
+
+
+class SegmentEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One trainable Segment, by reference only.
+
+    Attributes
+    ----------
+    view, index
+        How its Steps were arranged, and its place among the view's Segments.
+    tokens
+        Its length T in tokens.
+    response_tokens
+        Tokens from the first generated one to the end.
+    fields
+        For each stored field the fragments that make it up, in order and without gaps.
+    """
+
+    view: View
+    index: int
+    tokens: int
+    response_tokens: int
+    fields: dict[str, tuple[Fragment, ...]]
+
+
+class SessionManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a finalized session incarnation consists of.
+
+    Attributes
+    ----------
+    schema
+        ``tq-fs/manifest/1``.
+    store_id, partition, session_id, incarnation_id
+        Whose it is; ids as the user gave them.
+    epoch
+        Epoch of the Controller that wrote it.
+    created_ns
+        Time of finalize, nanoseconds since 1970 on the Controller's clock.
+    mode
+        How Steps hold tokens: ``tito`` or ``snapshot``.
+    consumers
+        Who must release each Segment before its Steps are deleted.
+    steps
+        The Steps that some Segment refers to.
+    segments
+        All Segments of all views.
+    """
+
+    schema: str
+    store_id: str
+    partition: str
+    session_id: str
+    incarnation_id: str
+    epoch: int
+    created_ns: int
+    mode: Mode
+    consumers: tuple[str, ...]
+    steps: tuple[StepEntry, ...]
+    segments: tuple[SegmentEntry, ...]
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The session incarnation."""
+        return Incarnation(self.partition, self.session_id, self.incarnation_id)
+
+    def ref(self, segment: SegmentEntry) -> SegmentRef:
+        """Return the reference of one of its Segments."""
+        return SegmentRef(self.store_id, self.incarnation, segment.view, segment.index)
+
+
+class SessionState(msgspec.Struct, frozen=True, kw_only=True):
+    """What has happened to a manifest's Segments since.
+
+    Attributes
+    ----------
+    schema
+        ``tq-fs/state/1``.
+    epoch
+        Epoch of the Controller that wrote it.
+    released
+        For each consumer the Segments it has released, as ``view/index``.
+    """
+
+    schema: str
+    epoch: int
+    released: dict[str, tuple[str, ...]]
+
+
+class StoreDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a folder a store.
+
+    Attributes
+    ----------
+    schema
+        ``tq-fs/store/1``.
+    store_id
+        The run it belongs to.
+    epoch
+        Raised by each Controller that takes the store for writing.
+    """
+
+    schema: str
+    store_id: str
+    epoch: int
+
+
+SCHEMAS: dict[str, type[msgspec.Struct]] = {
+    MANIFEST_SCHEMA: SessionManifest,
+    STATE_SCHEMA: SessionState,
+    STORE_SCHEMA: StoreDocument,
+}
+
+_Document = TypeVar("_Document", SessionManifest, SessionState, StoreDocument)
+
+
+class _Head(msgspec.Struct):
+    schema: str
+
+
+def encode(document: SessionManifest | SessionState | StoreDocument) -> bytes:
+    """Return a document as JSON."""
+    return msgspec.json.encode(document)
+
+
+def decode(data: bytes, kind: type[_Document], subject: str) -> _Document:
+    """Read a document back.
+
+    Raises
+    ------
+    FormatTooNew
+        Written by a later version.
+    ManifestCorrupt
+        Not JSON, or not a document of this kind.
+    """
+    want = next(name for name, known in SCHEMAS.items() if known is kind)
+    try:
+        check_schema(msgspec.json.decode(data, type=_Head).schema, want, subject)
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise ManifestCorrupt(f"cannot be read: {error}", subject=subject) from error
+
+
+def json_schema(name: str) -> dict[str, Any]:
+    """Return the JSON Schema of a document, as it lies in ``schemas/``."""
+    schema = msgspec.json.schema(SCHEMAS[name])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": name, **schema}

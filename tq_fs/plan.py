@@ -1,0 +1,248 @@
+"""Which bytes to read for which rows: a pure function of manifests and slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tq_fs.errors import FieldMissing, InvalidSelection
+from tq_fs.keys import StepKey
+from tq_fs.manifests import Resolved
+from tq_fs.steps import MASK_SUFFIX, ArrayEntry, ArrayLayout
+
+SPAN_BYTES = 4 * 1024 * 1024
+
+Range = tuple[int, int]
+
+
+class Want(NamedTuple):
+    """Rows of one field of one Segment that are to be in one destination.
+
+    Attributes
+    ----------
+    segment
+        The resolved Segment.
+    field
+        Field name.
+    rows
+        Half-open row ranges of the Segment's field; they fill the destination one after another.
+    target
+        Number of the destination.
+    """
+
+    segment: Resolved
+    field: str
+    rows: tuple[Range, ...]
+    target: int
+
+
+class Copy(NamedTuple):
+    """Rows of a Step's array and where they go.
+
+    Attributes
+    ----------
+    start, stop
+        Rows of the Step's array.
+    target, at
+        Destination, and its row for `start`.
+    """
+
+    start: int
+    stop: int
+    target: int
+    at: int
+
+
+class Span(NamedTuple):
+    """Neighbouring chunks of one object, read by one request.
+
+    Attributes
+    ----------
+    first, last
+        Half-open range of chunk positions in the object.
+    """
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRead:
+    """What is read of one stored array.
+
+    Attributes
+    ----------
+    step
+        The Step, for messages.
+    prefix
+        Path of the Step.
+    unit
+        StorageUnit that holds it.
+    field
+        Name of the array.
+    entry
+        How it is stored.
+    layers
+        Half-open layer range; None for all.
+    copies
+        Every row that is wanted, with its place; a row may be wanted more than once.
+    spans
+        The chunks that hold them.
+    shared
+        Whether another Segment of the session refers to the Step too.
+    """
+
+    step: StepKey
+    prefix: str
+    unit: str
+    field: str
+    entry: ArrayEntry
+    layers: Range | None
+    copies: tuple[Copy, ...]
+    spans: tuple[Span, ...]
+    shared: bool
+
+    @property
+    def key(self) -> str:
+        """Key of the object."""
+        return f"{self.prefix}/{self.field}/{self.entry.layout.object_name}"
+
+    def subject(self, position: int | None = None) -> str:
+        """Name the Step, the field and, where given, the chunk."""
+        name = f"{self.step}, {self.field}"
+        return (
+            name if position is None else f"{name}, chunk {position} of {self.entry.layout.chunks}"
+        )
+
+    def mask(self) -> ArrayRead | None:
+        """Return the read of the array that says which values are unknown, if there is one."""
+        mask = self.entry.mask
+        if mask is None:
+            return None
+        return ArrayRead(
+            self.step,
+            self.prefix,
+            self.unit,
+            self.field + MASK_SUFFIX,
+            mask,
+            self.layers,
+            self.copies,
+            self.spans,
+            self.shared,
+        )
+
+
+def clip(rows: Range, length: int, subject: str) -> Range:
+    """Return a half-open range, once it lies within ``[0, length]``.
+
+    Raises
+    ------
+    InvalidSelection
+    """
+    start, stop = rows
+    if not 0 <= start <= stop <= length:
+        raise InvalidSelection(f"[{start}, {stop}) does not lie in [0, {length})", subject=subject)
+    return start, stop
+
+
+def field_rows(segment: Resolved, field: str) -> int:
+    """Return how many rows a Segment has of a field.
+
+    Raises
+    ------
+    FieldMissing
+    """
+    fragments = segment.segment.fields.get(field)
+    if fragments is None:
+        raise FieldMissing(
+            f"does not hold {field!r}, only {sorted(segment.segment.fields)}",
+            subject=str(segment.ref),
+        )
+    return fragments[-1].target[1] if fragments else 0
+
+
+def plan_reads(wants: Iterable[Want], layers: Range | None = None) -> list[ArrayRead]:
+    """Turn rows of Segments into reads of chunks.
+
+    Steps shared by several Segments are read once, neighbouring chunks by one request of at most
+    4 MiB (or one chunk, if that is larger).
+
+    Parameters
+    ----------
+    wants
+        What is wanted. Rows lie within the Segments (:func:`clip`).
+    layers
+        Layers that are wanted of every field that has them.
+    """
+    arrays: dict[tuple[str, str], tuple[Resolved, int, list[Copy]]] = {}
+    for want in wants:
+        for step, copy in _copies(want):
+            path = StepKey(want.segment.ref.incarnation, step).path
+            arrays.setdefault((path, want.field), (want.segment, step, []))[2].append(copy)
+    return [
+        _array_read(path, field, segment, step, copies, layers)
+        for (path, field), (segment, step, copies) in arrays.items()
+    ]
+
+
+def _copies(want: Want) -> Iterator[tuple[int, Copy]]:
+    """Yield the rows of each Step that a want touches."""
+    fragments = want.segment.segment.fields[want.field]
+    at = 0
+    for first, last in want.rows:
+        for fragment in fragments:
+            start, stop = max(first, fragment.target[0]), min(last, fragment.target[1])
+            if start < stop:
+                shift = fragment.source[0] - fragment.target[0]
+                place = at + start - first
+                yield fragment.step, Copy(start + shift, stop + shift, want.target, place)
+        at += last - first
+
+
+def _array_read(
+    path: str, field: str, segment: Resolved, step: int, copies: list[Copy], layers: Range | None
+) -> ArrayRead:
+    entry = segment.steps[step]
+    array = entry.fields[field]
+    if len(array.shape) < 2:
+        layers = None
+    return ArrayRead(
+        StepKey(segment.ref.incarnation, step),
+        path,
+        entry.unit,
+        field,
+        array,
+        layers,
+        tuple(copies),
+        tuple(_spans(array, copies, layers)),
+        step in segment.shared,
+    )
+
+
+def _spans(array: ArrayEntry, copies: Sequence[Copy], layers: Range | None) -> Iterator[Span]:
+    layout = array.layout
+    if layout.chunks == 1:
+        yield Span(0, 1)
+        return
+    positions = sorted(
+        {part.position for copy in copies for part in layout.parts(copy[:2], layers)}
+    )
+    offsets = layout.offsets(array.sizes)
+    first = last = -1
+    for position in positions:
+        if position == last and offsets[position + 1] - offsets[first] <= SPAN_BYTES:
+            last += 1
+            continue
+        if last > first:
+            yield Span(first, last)
+        first, last = position, position + 1
+    if last > first:
+        yield Span(first, last)
+
+
+def box(layout: ArrayLayout, position: int) -> tuple[int, int]:
+    """Return the first row and the first layer of a chunk."""
+    group, block = divmod(position, layout.grid[0])
+    across = layout.chunk[1] if len(layout.chunk) > 1 else 0
+    return block * layout.chunk[0], group * across

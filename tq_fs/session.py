@@ -1,0 +1,272 @@
+"""Session: what the Proxy holds of one rollout while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+
+import numpy.typing as npt
+
+from tq_fs.controller import Controller
+from tq_fs.keys import SegmentRef
+from tq_fs.manifests import SegmentEntry, View
+from tq_fs.trajectory import (
+    Segment,
+    StepInput,
+    StepKind,
+    StepRecord,
+    Trajectory,
+    build_segment,
+    chains,
+    check_views,
+    segment_entry,
+)
+from tq_fs.writer import StepWriter
+
+
+class Session:
+    """One incarnation of a rollout session, open until it is finalized or discarded.
+
+    Safe to call from many threads. Made by :meth:`tq_fs.Store.session`.
+
+    Parameters
+    ----------
+    trajectory
+        Its Steps and rules.
+    writer
+        Takes its Steps' fields; stays the store's.
+    controller
+        Finalizes it; None where nothing is stored.
+    store_id
+        For references.
+    """
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        writer: StepWriter,
+        controller: Controller | None,
+        store_id: str,
+    ) -> None:
+        self._trajectory = trajectory
+        self._writer = writer
+        self._controller = controller
+        self._store_id = store_id
+        self._pending: set[Future[StepRecord]] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def session_id(self) -> str:
+        """The user's id of the session."""
+        return self._trajectory.incarnation.session_id
+
+    @property
+    def incarnation_id(self) -> str:
+        """Which use of the session id this is."""
+        return self._trajectory.incarnation.incarnation_id
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The Steps recorded so far."""
+        return self._trajectory.records()
+
+    def first_row(self, kind: StepKind = "create", parent: int | None = None) -> int:
+        """Return the first row of a whole sequence's routing that belongs to a new Step.
+
+        Engines return rows for the whole sequence; record ``rows[session.first_row(…):]``.
+        """
+        return self._trajectory.first_row(kind, parent)
+
+    # ------------------------------------------------------------ record
+
+    def create(
+        self,
+        context: npt.ArrayLike,
+        response: npt.ArrayLike,
+        *,
+        version: str = "",
+        **values: npt.ArrayLike,
+    ) -> StepRecord:
+        """Record a first model invocation; see :class:`tq_fs.StepInput`."""
+        return self.record(
+            StepInput(
+                kind="create", context=context, response=response, version=version, values=values
+            )
+        )
+
+    def append(
+        self,
+        parent: int,
+        context: npt.ArrayLike,
+        response: npt.ArrayLike,
+        *,
+        version: str = "",
+        **values: npt.ArrayLike,
+    ) -> StepRecord:
+        """Record an invocation that continues `parent` with new messages."""
+        return self.record(
+            StepInput(
+                kind="append",
+                parent=parent,
+                context=context,
+                response=response,
+                version=version,
+                values=values,
+            )
+        )
+
+    def branch(
+        self,
+        parent: int,
+        context: npt.ArrayLike,
+        response: npt.ArrayLike,
+        *,
+        version: str = "",
+        **values: npt.ArrayLike,
+    ) -> StepRecord:
+        """Record another continuation from inside `parent`, with its whole prompt."""
+        return self.record(
+            StepInput(
+                kind="branch",
+                parent=parent,
+                context=context,
+                response=response,
+                version=version,
+                values=values,
+            )
+        )
+
+    def boundary(
+        self,
+        parent: int,
+        context: npt.ArrayLike,
+        response: npt.ArrayLike,
+        *,
+        reason: str = "",
+        version: str = "",
+        **values: npt.ArrayLike,
+    ) -> StepRecord:
+        """Record the first invocation after `parent`'s history was rewritten."""
+        return self.record(
+            StepInput(
+                kind="boundary",
+                parent=parent,
+                context=context,
+                response=response,
+                version=version,
+                reason=reason,
+                values=values,
+            )
+        )
+
+    def submit(self, step: StepInput) -> Future[StepRecord]:
+        """Send a Step off; see :meth:`tq_fs.writer.StepWriter.submit`."""
+        future = self._writer.submit(self._trajectory, step)
+        with self._lock:
+            self._pending.add(future)
+        future.add_done_callback(self._settled)
+        return future
+
+    def record(self, step: StepInput) -> StepRecord:
+        """Send a Step off and wait until it is safe and recorded."""
+        return self.submit(step).result()
+
+    async def arecord(self, step: StepInput) -> StepRecord:
+        """Record a Step from an event loop, without holding it up.
+
+        A cancelled call either leaves nothing behind or records the Step.
+        """
+        future = await asyncio.to_thread(self.submit, step)
+        return await asyncio.wrap_future(future)
+
+    def _settled(self, future: Future[StepRecord]) -> None:
+        with self._lock:
+            self._pending.discard(future)
+
+    # ------------------------------------------------------------ end
+
+    def finalize(
+        self, *, consumers: Sequence[str] = ("train",), views: Sequence[str] = ("lineage",)
+    ) -> list[Segment]:
+        """Build the session's Segments and write its manifest. No stored field is read.
+
+        Waits for Steps that are on their way. If writing fails the session is open again.
+
+        Parameters
+        ----------
+        consumers
+            Who will release each Segment; its Steps live until all have.
+        views
+            Some of ``lineage`` and ``timeline``.
+
+        Returns
+        -------
+        list of Segment
+            All Segments of all views; empty where no Step was recorded.
+        """
+        chosen = check_views(views)
+        self._drain()
+        self._trajectory.close("finalized")
+        try:
+            return self._finalize(chosen, consumers)
+        except BaseException:
+            self._trajectory.reopen()
+            raise
+
+    def discard(self) -> None:
+        """End the session and delete what it has written."""
+        self._trajectory.close("discarded")
+        self._drain()
+        if self._controller is not None:
+            self._controller.discard(self._trajectory.incarnation)
+
+    def _drain(self) -> None:
+        with self._lock:
+            pending = list(self._pending)
+        wait(pending)
+
+    def _finalize(self, views: Sequence[View], consumers: Sequence[str]) -> list[Segment]:
+        records = self._trajectory.records()
+        specs = self._trajectory.specs
+        stored = [s for s in specs if s.name in self._writer.selected]
+        resident = [s for s in specs if s.name not in self._writer.selected]
+        segments: list[Segment] = []
+        entries: list[SegmentEntry] = []
+        for view in views:
+            for index, chain in enumerate(chains(records, view)):
+                ref = SegmentRef(self._store_id, self._trajectory.incarnation, view, index)
+                entries.append(segment_entry(chain, stored, view, index))
+                segments.append(
+                    build_segment(
+                        chain,
+                        resident,
+                        ref=str(ref) if stored else None,
+                        session_id=self.session_id,
+                        view=view,
+                        index=index,
+                    )
+                )
+        if self._controller is not None and stored:
+            self._write_manifest(self._controller, consumers, records, entries)
+        return segments
+
+    def _write_manifest(
+        self,
+        controller: Controller,
+        consumers: Sequence[str],
+        records: Sequence[StepRecord],
+        entries: Sequence[SegmentEntry],
+    ) -> None:
+        incarnation = self._trajectory.incarnation
+        if not entries:
+            controller.discard(incarnation)
+            return
+        controller.finalize(
+            incarnation,
+            mode=self._trajectory.mode,
+            consumers=consumers,
+            steps=[r.stored for r in records if r.stored is not None],
+            segments=entries,
+        )

@@ -1,0 +1,47 @@
+"""One Step is one Zarr v3 group: layout, encoding, decoding and chunk ranges. Pure: no I/O."""
+
+from tq_fs.steps._codecs import check, decode, verify
+from tq_fs.steps._encode import (
+    GROUP,
+    EncodedStep,
+    EncodeOptions,
+    FieldArray,
+    Scratch,
+    encode_step,
+)
+from tq_fs.steps._entry import (
+    MASK_SUFFIX,
+    STEP_SCHEMA,
+    ArrayEntry,
+    StepAttributes,
+    StepEntry,
+    check_schema,
+    read_attributes,
+)
+from tq_fs.steps._layout import CHECKSUM_BYTES, ArrayLayout, Part, layout_for
+from tq_fs.steps._metadata import array_json, group_json
+
+__all__ = [
+    "CHECKSUM_BYTES",
+    "GROUP",
+    "MASK_SUFFIX",
+    "STEP_SCHEMA",
+    "ArrayEntry",
+    "ArrayLayout",
+    "EncodeOptions",
+    "EncodedStep",
+    "FieldArray",
+    "Part",
+    "Scratch",
+    "StepAttributes",
+    "StepEntry",
+    "array_json",
+    "check",
+    "check_schema",
+    "decode",
+    "encode_step",
+    "group_json",
+    "layout_for",
+    "read_attributes",
+    "verify",
+]

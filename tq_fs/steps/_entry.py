@@ -1,0 +1,165 @@
+"""What a Step says of itself: the attributes of its Zarr group, and its entry in a manifest."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tq_fs.errors import FormatTooNew, ManifestCorrupt
+from tq_fs.keys import Incarnation, StepKey
+from tq_fs.steps._layout import ArrayLayout, known_layout
+
+STEP_SCHEMA = "tq-fs/step/1"
+ATTRIBUTE = "tq_fs"
+MASK_SUFFIX = "_unknown"
+
+
+class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One field of one Step as it is stored.
+
+    Attributes
+    ----------
+    shape
+        ``[rows, *inner]``.
+    dtype, memory
+        Stored type and type in memory.
+    chunk
+        Shape of one (inner) chunk.
+    codec, checksum
+        How a chunk is encoded.
+    nbytes
+        Bytes of the object, index and checksums included.
+    sizes
+        Stored bytes of each chunk in the order of the object; None where they are uncompressed.
+    unknown
+        Row ranges that are -1, or ``"mask"`` where an array ``<field>_unknown`` says which values.
+    mask
+        That array's own entry.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    memory: str
+    chunk: tuple[int, ...]
+    codec: Literal["none", "lz4", "zstd"] = "none"
+    checksum: bool = True
+    nbytes: int = 0
+    sizes: tuple[int, ...] | None = None
+    unknown: tuple[tuple[int, int], ...] = ()
+    mask: ArrayEntry | None = None
+
+    @property
+    def layout(self) -> ArrayLayout:
+        """The array's chunking."""
+        return known_layout(self.shape, self.dtype, self.chunk, self.codec, checksum=self.checksum)
+
+
+class StepEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One Step: how many tokens it recorded and its stored fields.
+
+    Attributes
+    ----------
+    index
+        The Step's index in its session.
+    tokens
+        Tokens the Step recorded itself: all of them where it opens a chain, else the new ones.
+    fields
+        Stored fields by name.
+    unit
+        Name of the StorageUnit that took it.
+    """
+
+    index: int
+    tokens: int
+    fields: dict[str, ArrayEntry]
+    unit: str = "local"
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of all fields."""
+        return sum(f.nbytes + (f.mask.nbytes if f.mask else 0) for f in self.fields.values())
+
+
+class StepAttributes(msgspec.Struct, frozen=True, kw_only=True):
+    """The value under ``tq_fs`` in the attributes of a Step's group.
+
+    Holds the ids as the user gave them, so that a path with a hashed component can be read back,
+    and nothing that differs between two writes of the same content.
+    """
+
+    schema: str
+    store_id: str
+    partition: str
+    session_id: str
+    incarnation_id: str
+    step: StepEntry
+
+    @property
+    def key(self) -> StepKey:
+        """The Step's identity."""
+        where = Incarnation(self.partition, self.session_id, self.incarnation_id)
+        return StepKey(where, self.step.index)
+
+
+class _Attributes(msgspec.Struct):
+    tq_fs: StepAttributes
+
+
+class _Group(msgspec.Struct):
+    attributes: _Attributes
+
+
+_decode_group = msgspec.json.Decoder(_Group).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def attributes_json(store_id: str, key: StepKey, entry: StepEntry) -> bytes:
+    """Return the JSON value of a Step's attributes."""
+    where = key.incarnation
+    mine = StepAttributes(
+        schema=STEP_SCHEMA,
+        store_id=store_id,
+        partition=where.partition,
+        session_id=where.session_id,
+        incarnation_id=where.incarnation_id,
+        step=entry,
+    )
+    return _encode({ATTRIBUTE: mine})
+
+
+def read_attributes(group_json: bytes, subject: str) -> StepAttributes:
+    """Read what a Step says of itself from its group's ``zarr.json``.
+
+    Raises
+    ------
+    FormatTooNew
+        Written by a later version.
+    ManifestCorrupt
+        Not the metadata of a Step.
+    """
+    try:
+        mine = _decode_group(group_json).attributes.tq_fs
+    except msgspec.DecodeError as error:
+        raise ManifestCorrupt(f"not a Step's metadata: {error}", subject=subject) from error
+    check_schema(mine.schema, STEP_SCHEMA, subject)
+    return mine
+
+
+def check_schema(have: str, want: str, subject: str) -> None:
+    """Refuse a document of another kind or of a later version.
+
+    Raises
+    ------
+    FormatTooNew, ManifestCorrupt
+    """
+    if have == want:
+        return
+    kind, _, version = have.rpartition("/")
+    if kind == want.rpartition("/")[0] and version.isdigit():
+        raise FormatTooNew(
+            f"has format {have}, this version reads {want}",
+            subject=subject,
+            remedy="upgrade tq-fs",
+        )
+    raise ManifestCorrupt(f"has format {have!r} where {want} belongs", subject=subject)

@@ -1,0 +1,408 @@
+"""The embedded store: StorageUnit and Controller in this process, behind one small API."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tq_fs import fields as f
+from tq_fs import manifests
+from tq_fs.backends import LocalBackend
+from tq_fs.budget import ByteBudget
+from tq_fs.cache import ChunkCache
+from tq_fs.config import StoreConfig, folder_of
+from tq_fs.controller import Controller, Swept
+from tq_fs.errors import (
+    InvalidConfig,
+    ObjectMissing,
+    ReadOnlyStore,
+    StoreBusy,
+    WrongStore,
+)
+from tq_fs.fields import FieldSpec
+from tq_fs.hydrate import (
+    Allocate,
+    Hydrator,
+    MicroBatches,
+    Selection,
+    _allocate,
+    by_budget,
+    by_count,
+)
+from tq_fs.keys import Incarnation, component
+from tq_fs.manifests import STORE_SCHEMA, Catalog, Mode, StoreDocument
+from tq_fs.plan import Range
+from tq_fs.reader import SegmentReader
+from tq_fs.session import Session
+from tq_fs.steps import EncodeOptions
+from tq_fs.storage_unit import StorageUnit
+from tq_fs.trajectory import Sample, Segment, Trajectory
+from tq_fs.writer import StepWriter
+
+if TYPE_CHECKING:
+    import torch
+
+UNIT = "local"
+STORE_FILE = "store.json"
+LOCK_FILE = ".lock"
+
+
+def open_store(
+    url: str | None,
+    *,
+    fields: Sequence[FieldSpec],
+    config: StoreConfig | None = None,
+    read_only: bool = False,
+    now_ns: Callable[[], int] = time.time_ns,
+    **settings: Any,
+) -> Store:
+    """Open a store, or make it where there is none.
+
+    Parameters
+    ----------
+    url
+        ``file:///absolute/folder``. None switches the store off: everything stays in memory, on
+        the same code path.
+    fields
+        Declared per-token fields; see :func:`tq_fs.logprobs`, :func:`tq_fs.routed_experts`.
+    config
+        Settings; defaults where left out.
+    read_only
+        Only hydrate: any number of processes may, beside the one that writes.
+    now_ns
+        The Controller's clock.
+    settings
+        Single settings that replace those of `config`, such as ``store_id="run-7"``.
+
+    Returns
+    -------
+    Store
+        A context manager; close it.
+
+    Raises
+    ------
+    InvalidConfig
+        The URL or a setting makes no sense.
+    StoreBusy
+        Another process has it open for writing.
+    WrongStore
+        The folder holds something else.
+    """
+    merged = StoreConfig.of(
+        {**({n: getattr(config, n) for n in StoreConfig.__slots__} if config else {}), **settings}
+    )
+    selected = f.select(fields, merged.transfer)
+    if url is None or not selected:
+        return Store(merged, fields, frozenset(), None, now_ns=now_ns)
+    root = folder_of(url) / component(merged.store_id)
+    return Store(merged, fields, selected, root, read_only=read_only, now_ns=now_ns)
+
+
+class Store:
+    """A store that is open. Safe to call from many threads; made by :func:`open_store`.
+
+    Attributes
+    ----------
+    config
+        Its settings.
+    swept
+        What opening it removed: Steps of sessions that were never finalized, and of Segments
+        whose deletion was begun.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        fields: Sequence[FieldSpec],
+        selected: frozenset[str],
+        root: Path | None,
+        *,
+        read_only: bool = False,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.config = config
+        self.swept = Swept(0, 0)
+        self._specs = tuple(fields)
+        self._now_ns = now_ns
+        self._read_only = read_only
+        self._sessions = 0
+        self._closing = ExitStack()
+        with ExitStack() as opened:
+            self._budget = ByteBudget(
+                config.inflight_bytes,
+                deadline_s=config.inflight_deadline_s,
+                clock=time.monotonic,
+                subject=f"Steps on their way to store {config.store_id!r}",
+            )
+            self._ahead = opened.enter_context(ThreadPoolExecutor(1, "tq-fs-prefetch"))
+            self._writers = opened.enter_context(
+                ThreadPoolExecutor(config.writer_threads, "tq-fs-writer")
+            )
+            self.cache = ChunkCache(config.cache_bytes)
+            self._controller: Controller | None = None
+            self.reader: SegmentReader | None = None
+            unit = self._open(root, opened) if root is not None else None
+            self._writer = StepWriter(unit, selected, pool=self._writers, budget=self._budget)
+            self._hydrator = Hydrator(self._specs, self.reader)
+            self._closing = opened.pop_all()
+
+    # ------------------------------------------------------------ record
+
+    def session(self, session_id: str, *, partition: str = "train", mode: Mode = "tito") -> Session:
+        """Begin to record a rollout session.
+
+        Parameters
+        ----------
+        session_id
+            Any text of up to 1,000 bytes. Used again, it gives a new incarnation.
+        partition
+            Namespace, such as ``train`` or ``eval``.
+        mode
+            ``tito``: an append Step holds its own tokens. ``snapshot``: every Step holds the whole
+            sequence.
+        """
+        if self._read_only:
+            raise ReadOnlyStore(
+                "is open for reading only", subject=f"store {self.config.store_id!r}"
+            )
+        if self._controller is not None:
+            incarnation = self._controller.open_session(partition, session_id)
+        else:
+            self._sessions += 1
+            incarnation = Incarnation(partition, session_id, f"{self._sessions:016x}")
+        trajectory = Trajectory(incarnation, self._specs, mode)
+        return Session(trajectory, self._writer, self._controller, self.config.store_id)
+
+    def unreleased(
+        self, consumer: str | None = None, *, partition: str | None = None
+    ) -> Iterator[str]:
+        """Yield the references of finalized Segments that are still to be released.
+
+        Parameters
+        ----------
+        consumer
+            By this consumer; None for any.
+        partition
+            Only of this partition.
+        """
+        if self._controller is None:
+            return iter(())
+        return self._controller.unreleased(consumer, partition)
+
+    def release(self, refs: Iterable[str | Segment | Sample], consumer: str = "train") -> int:
+        """Note that a consumer needs Segments no more; returns how many Steps that deleted.
+
+        Idempotent. Comes after the barrier of all ranks that read them, and best after the model
+        checkpoint that used them is saved.
+        """
+        if self._controller is None:
+            return 0
+        return self._controller.release(_refs(refs), consumer)
+
+    # ------------------------------------------------------------ hydrate
+
+    def hydrate(
+        self,
+        samples: Sequence[Sample | Segment | str],
+        *,
+        fields: Sequence[str] | None = None,
+        layers: Range | None = None,
+        tokens: Sequence[Range] | Range | None = None,
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return Slime's fields of a batch of samples.
+
+        Parameters
+        ----------
+        samples
+            Samples, Segments, or references (of whole Segments).
+        fields
+            Names; None for all.
+        layers
+            Half-open layer range, for a pipeline rank.
+        tokens
+            Half-open token range, or several, for a context rank.
+
+        Returns
+        -------
+        dict
+            ``rollout_log_probs``: float32 ``[response_length]`` for each sample;
+            ``rollout_routed_experts``: int32 ``[T-1, layers, topk]`` for each sample.
+
+        Raises
+        ------
+        StaleReference, SegmentMissing, StepMissing, ChunkCorrupt, ObjectShort, InvalidSelection
+        """
+        select = _selection(fields, layers, tokens)
+        return self._hydrator.tensors(self._samples(samples), select)
+
+    def micro_batches(
+        self,
+        samples: Sequence[Sample | Segment | str],
+        *,
+        size: int | None = None,
+        budget_bytes: int | None = None,
+        fields: Sequence[str] | None = None,
+        layers: Range | None = None,
+        tokens: Sequence[Range] | Range | None = None,
+        allocate: Allocate = _allocate,
+    ) -> MicroBatches:
+        """Hydrate a shard lazily, one micro-batch ahead of its user.
+
+        Parameters
+        ----------
+        size
+            Samples in a micro-batch, or
+        budget_bytes
+            bytes of its tensors. Two blocks of the largest micro-batch's size are held.
+        allocate
+            Gives the blocks' memory: a uint8 array of so many bytes.
+        """
+        select = _selection(fields, layers, tokens)
+        chosen = self._samples(samples)
+        if (size is None) == (budget_bytes is None):
+            raise InvalidConfig("give either size or budget_bytes", subject="micro_batches")
+        if size is not None:
+            runs = by_count(len(chosen), size)
+        else:
+            assert budget_bytes is not None
+            runs = by_budget(self._hydrator.sizes(chosen, select), budget_bytes)
+        return MicroBatches(
+            self._hydrator, chosen, select, runs, pool=self._ahead, allocate=allocate
+        )
+
+    def _samples(self, samples: Sequence[Sample | Segment | str]) -> list[Sample]:
+        return [self._sample(s) for s in samples]
+
+    def _sample(self, item: Sample | Segment | str) -> Sample:
+        if isinstance(item, Sample):
+            return item
+        if isinstance(item, Segment):
+            return item.sample()
+        if self.reader is None:
+            raise InvalidConfig("a reference needs a store that is on", subject=item)
+        (resolved,) = self.reader.resolve((item,))
+        entry = resolved.segment
+        return Sample(ref=item, tokens=entry.tokens, response_length=entry.response_tokens)
+
+    # ------------------------------------------------------------ open and close
+
+    def close(self) -> None:
+        """Wait for Steps that are on their way, then let go of everything; idempotent.
+
+        Sessions that were not finalized are swept when the store is opened again.
+        """
+        self._closing.close()
+
+    def __enter__(self) -> Store:
+        """Return the store."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the store."""
+        self.close()
+
+    def _open(self, root: Path, opened: ExitStack) -> StorageUnit | None:
+        """Take the folder, read the manifests and make the parts that work on them."""
+        config = self.config
+        backend = LocalBackend(
+            root,
+            durability=config.durability,
+            ahead=config.prepared_groups,
+            read_only=self._read_only,
+        )
+        opened.callback(backend.close)
+        opened.callback(self._writers.shutdown)  # before the backend goes
+        if not self._read_only:
+            opened.callback(os.close, _lock(root))
+        epoch = _take(backend, config.store_id, read_only=self._read_only)
+        catalog = Catalog(backend, config.store_id, cache_bytes=config.manifest_cache_bytes)
+        unit = None
+        if not self._read_only:
+            options = EncodeOptions(checksum=config.checksum, layer_groups=config.layer_groups)
+            unit = StorageUnit(backend, config.store_id, name=UNIT, options=options)
+        self._controller = Controller(catalog, unit, epoch=epoch, now_ns=self._now_ns)
+        if unit is None:
+            self._controller.load()
+        else:
+            left = backend.sweep()
+            swept = self._controller.recover()
+            self.swept = replace(swept, steps=swept.steps + left)
+        pool = None
+        if config.reader_threads > 1:
+            pool = opened.enter_context(
+                ThreadPoolExecutor(config.reader_threads - 1, "tq-fs-reader")
+            )
+        self.reader = SegmentReader(
+            self._controller.resolve,
+            {UNIT: backend},
+            pool=pool,
+            threads=config.reader_threads,
+            cache=self.cache,
+        )
+        return unit
+
+
+def _lock(root: Path) -> int:
+    """Take a store's folder for writing, for as long as the descriptor returned is open."""
+    fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise StoreBusy(
+            f"process {holder or 'unknown'} has it open for writing",
+            subject=str(root),
+            remedy="close it there, open it here with read_only, or use another store_id",
+        ) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _take(backend: LocalBackend, store_id: str, *, read_only: bool) -> int:
+    """Check that a folder is this store's, or make it so; return the Controller's epoch."""
+    subject = f"{backend.root}/{STORE_FILE}"
+    try:
+        found = manifests.decode(backend.get(STORE_FILE), StoreDocument, subject)
+    except ObjectMissing:
+        found = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=0)
+        if read_only:
+            raise
+    if found.store_id != store_id:
+        raise WrongStore(f"is store {found.store_id!r}, not {store_id!r}", subject=subject)
+    if read_only:
+        return found.epoch
+    mine = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=found.epoch + 1)
+    backend.put(STORE_FILE, manifests.encode(mine))
+    return mine.epoch
+
+
+def _refs(items: Iterable[str | Segment | Sample]) -> Iterator[str]:
+    for item in items:
+        ref = item if isinstance(item, str) else item.ref
+        if ref is not None:
+            yield ref
+
+
+def _selection(
+    fields: Sequence[str] | None, layers: Range | None, tokens: Sequence[Range] | Range | None
+) -> Selection:
+    ranges: tuple[Range, ...] | None = None
+    if tokens is not None:
+        one = isinstance(tokens, tuple) and len(tokens) == 2 and isinstance(tokens[0], int)
+        ranges = (tokens,) if one else tuple(tokens)  # type: ignore[assignment, arg-type]
+    return Selection(fields=None if fields is None else tuple(fields), layers=layers, tokens=ranges)

@@ -1,0 +1,119 @@
+"""StepWriter: takes a Step's selected fields out of the Proxy's memory, without holding it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+
+from tq_fs.budget import ByteBudget
+from tq_fs.errors import ObjectExists, TqFsError
+from tq_fs.fields import FieldSpec
+from tq_fs.steps import FieldArray
+from tq_fs.storage_unit import StorageUnit
+from tq_fs.trajectory import PlannedStep, StepInput, StepRecord, Trajectory
+
+
+class StepWriter:
+    """Offloads Steps. Safe to call from many threads.
+
+    Putting a Step and recording it in its session are one short region: if recording fails, what
+    was put is cleared. A Step that is cancelled before a thread took it up is never written; after
+    that it is put and recorded, whether or not anybody still waits.
+
+    Parameters
+    ----------
+    unit
+        Takes the Steps. None keeps every field in memory: the reference path.
+    selected
+        Names of the fields to take out of the way.
+    pool
+        Writer threads; stays the caller's.
+    budget
+        Bounds the bytes of Steps that are on their way; stays the caller's.
+    """
+
+    def __init__(
+        self,
+        unit: StorageUnit | None,
+        selected: frozenset[str],
+        *,
+        pool: Executor,
+        budget: ByteBudget,
+    ) -> None:
+        self._unit = unit
+        self._selected = selected if unit is not None else frozenset()
+        self._pool = pool
+        self._budget = budget
+
+    @property
+    def selected(self) -> frozenset[str]:
+        """Fields that go to the store."""
+        return self._selected
+
+    def submit(self, trajectory: Trajectory, step: StepInput) -> Future[StepRecord]:
+        """Check a Step and send its selected fields off.
+
+        Waits, up to the budget's deadline, until there is room for them.
+
+        Returns
+        -------
+        Future of StepRecord
+            Done when the fields are as durable as the policy says and the Step is recorded.
+
+        Raises
+        ------
+        InputError
+            The Step breaks a rule; nothing was written.
+        BackpressureTimeout, StepTooLarge
+            No room; nothing was written.
+        """
+        planned = trajectory.plan(step)
+        kept = frozenset(planned.record.arrays) - self._selected
+        arrays = _selected(trajectory.specs, planned, self._selected)
+        if self._unit is None or not arrays:
+            done: Future[StepRecord] = Future()
+            done.set_result(trajectory.commit(planned, None, kept))
+            return done
+        nbytes = sum(array.values.nbytes for array in arrays)
+        self._budget.acquire(nbytes)
+        try:
+            future = self._pool.submit(
+                _put_and_commit, self._unit, trajectory, planned, arrays, kept
+            )
+        except BaseException:
+            self._budget.release(nbytes)
+            raise
+        future.add_done_callback(lambda _: self._budget.release(nbytes))
+        return future
+
+
+def _selected(
+    specs: Sequence[FieldSpec], planned: PlannedStep, names: frozenset[str]
+) -> list[FieldArray]:
+    arrays = planned.record.arrays
+    return [FieldArray(spec, arrays[spec.name]) for spec in specs if spec.name in names]
+
+
+def _put_and_commit(
+    unit: StorageUnit,
+    trajectory: Trajectory,
+    planned: PlannedStep,
+    arrays: Sequence[FieldArray],
+    kept: frozenset[str],
+) -> StepRecord:
+    try:
+        stored = unit.put(planned.key, len(planned.record.tokens), arrays)
+        return trajectory.commit(planned, stored, kept)
+    except ObjectExists:
+        raise  # what is there is somebody else's
+    except BaseException as error:
+        _clear(unit, planned, error)
+        raise
+
+
+def _clear(unit: StorageUnit, planned: PlannedStep, because: BaseException) -> None:
+    """Remove what may have been put; the sweep at the next start is the second chance."""
+    try:
+        unit.clear(planned.key)
+    except TqFsError as error:
+        because.add_note(f"and what was put could not be cleared: {error}")
