@@ -39,7 +39,8 @@ class StoreConfig:
     inflight_deadline_s
         Seconds a writer waits for room before it raises.
     prepared_groups
-        Empty Step folders to keep ready for writers; 0 makes each when it is needed.
+        Empty Step folders to keep ready for writers, each with about five open descriptors; 0
+        makes each when it is needed.
     reader_threads
         Threads that read, the calling one included.
     cache_bytes

@@ -10,7 +10,7 @@ type, also where all 256 values of uint8 are legal ids.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ LOGPROBS = "logprobs"
 ROUTED_EXPERTS = "routed_experts"
 UNKNOWN = -1
 _NARROW_TYPES = ("uint8", "uint16", "int32")
-_BLOCK_ELEMENTS = 65536  # 256 KiB of int32: check and copy meet the block in the L2 cache
+_BLOCK_ELEMENTS = 131072  # 512 KiB of int32: check and copy meet the block in the L2 cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,16 +340,18 @@ def id_bound(spec: FieldSpec, stored: str) -> int:
     return top if spec.limit is None else min(top, spec.limit)
 
 
-def narrow_into(source: Array, target: Array, bound: int) -> bool:
+def narrow_blocks(source: Array, target: Array, bound: int) -> Iterator[Array | None]:
     """Copy int32 ids into a narrower array of the same shape, checking the range on the way.
 
-    One pass over memory: blocks are checked and copied while they lie in the cache. A bound that
-    is a power of two is checked by OR-ing the ids, which is cheaper than their maximum.
+    One pass over memory: a block is checked and copied, and what else is to be done with it can
+    be done, while it lies in the cache. A bound that is a power of two is checked by OR-ing the
+    ids, which is cheaper than their maximum.
 
-    Returns
-    -------
-    bool
-        False as soon as a block holds an id outside of ``[0, bound)``; `target` is then undefined.
+    Yields
+    ------
+    array or None
+        Each block of `target` once it is filled, flat where `target` is contiguous. None, as the
+        last item, when a block holds an id outside of ``[0, bound)``; `target` is then undefined.
     """
     peak = np.bitwise_or.reduce if bound & (bound - 1) == 0 else np.maximum.reduce
     ids = source.view(np.uint32)
@@ -357,15 +359,21 @@ def narrow_into(source: Array, target: Array, bound: int) -> bool:
         ids, target = ids.reshape(-1), target.reshape(-1)
     step = max(1, _BLOCK_ELEMENTS * len(ids) // max(1, ids.size))
     for start in range(0, len(ids), step):
-        block = ids[start : start + step]
+        block, filled = ids[start : start + step], target[start : start + step]
         if int(peak(block, axis=None)) >= bound:
-            return False
-        np.copyto(target[start : start + step], block, casting="unsafe")
-    return True
+            yield None
+            return
+        np.copyto(filled, block, casting="unsafe")
+        yield filled
+
+
+def narrow_into(source: Array, target: Array, bound: int) -> bool:
+    """Run :func:`narrow_blocks` to its end; return whether every id was in range."""
+    return all(block is not None for block in narrow_blocks(source, target, bound))
 
 
 def split_unknown(spec: FieldSpec, array: Array, bound: int, subject: str) -> tuple[Array, Array]:
-    """Separate unknown routes from ids: the slow path for Steps that :func:`narrow_into` refuses.
+    """Separate unknown routes from ids: the slow path for Steps that :func:`narrow_blocks` refuses.
 
     Returns
     -------

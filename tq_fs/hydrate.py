@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tq_fs.errors import BudgetTooSmall, FieldMissing, InvalidConfig, InvalidSelection
 from tq_fs.fields import LOGPROBS, FieldSpec
 from tq_fs.manifests import Resolved
+from tq_fs.memory import align, aligned_empty
 from tq_fs.plan import Range, field_rows
 from tq_fs.reader import Read, SegmentReader, selection
 from tq_fs.trajectory import Sample
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 PREFIX = "rollout_"
-
-
-def _allocate(nbytes: int) -> npt.NDArray[np.uint8]:
-    return np.empty(nbytes, np.uint8)
 
 
 class Arena:
@@ -42,7 +39,7 @@ class Arena:
         Gives the memory: a uint8 array of so many bytes (pinned, say).
     """
 
-    def __init__(self, nbytes: int, allocate: Allocate = _allocate) -> None:
+    def __init__(self, nbytes: int, allocate: Allocate = aligned_empty) -> None:
         self._memory = allocate(nbytes)
         self._used = 0
 
@@ -57,7 +54,7 @@ class Arena:
         ------
         BudgetTooSmall
         """
-        nbytes = aligned(prod(shape) * dtype.itemsize)
+        nbytes = align(prod(shape) * dtype.itemsize)
         if self._used + nbytes > self._memory.size:
             raise BudgetTooSmall(
                 f"{self._used + nbytes} bytes, the arena has {self._memory.size}",
@@ -67,11 +64,6 @@ class Arena:
         block = self._memory[self._used : self._used + prod(shape) * dtype.itemsize]
         self._used += nbytes
         return block.view(dtype).reshape(shape)
-
-
-def aligned(nbytes: int) -> int:
-    """Return `nbytes` rounded up to a cache line."""
-    return -(-nbytes // 64) * 64
 
 
 class _Shape(NamedTuple):
@@ -84,7 +76,7 @@ class _Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return aligned(prod(self.shape) * self.dtype.itemsize)
+        return align(prod(self.shape) * self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +349,7 @@ class MicroBatches:
         runs: Sequence[range],
         *,
         pool: Executor,
-        allocate: Allocate = _allocate,
+        allocate: Allocate = aligned_empty,
     ) -> None:
         self._hydrator = hydrator
         self._samples = samples

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tq_fs.errors import FieldMissing, InvalidSelection
-from tq_fs.keys import StepKey
+from tq_fs.keys import Incarnation, StepKey, step_path
 from tq_fs.manifests import Resolved
 from tq_fs.steps import MASK_SUFFIX, ArrayEntry, ArrayLayout
 
@@ -67,21 +66,20 @@ class Span(NamedTuple):
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayRead:
+class ArrayRead(NamedTuple):
     """What is read of one stored array.
 
     Attributes
     ----------
-    step
-        The Step, for messages.
+    incarnation, step
+        Whose array it is.
     prefix
         Path of the Step.
     unit
         StorageUnit that holds it.
     field
         Name of the array.
-    entry
+    entry, layout
         How it is stored.
     layers
         Half-open layer range; None for all.
@@ -93,11 +91,13 @@ class ArrayRead:
         Whether another Segment of the session refers to the Step too.
     """
 
-    step: StepKey
+    incarnation: Incarnation
+    step: int
     prefix: str
     unit: str
     field: str
     entry: ArrayEntry
+    layout: ArrayLayout
     layers: Range | None
     copies: tuple[Copy, ...]
     spans: tuple[Span, ...]
@@ -106,31 +106,19 @@ class ArrayRead:
     @property
     def key(self) -> str:
         """Key of the object."""
-        return f"{self.prefix}/{self.field}/{self.entry.layout.object_name}"
+        return f"{self.prefix}/{self.field}/{self.layout.object_name}"
 
     def subject(self, position: int | None = None) -> str:
         """Name the Step, the field and, where given, the chunk."""
-        name = f"{self.step}, {self.field}"
-        return (
-            name if position is None else f"{name}, chunk {position} of {self.entry.layout.chunks}"
-        )
+        name = f"{StepKey(self.incarnation, self.step)}, {self.field}"
+        return name if position is None else f"{name}, chunk {position} of {self.layout.chunks}"
 
     def mask(self) -> ArrayRead | None:
         """Return the read of the array that says which values are unknown, if there is one."""
         mask = self.entry.mask
         if mask is None:
             return None
-        return ArrayRead(
-            self.step,
-            self.prefix,
-            self.unit,
-            self.field + MASK_SUFFIX,
-            mask,
-            self.layers,
-            self.copies,
-            self.spans,
-            self.shared,
-        )
+        return self._replace(field=self.field + MASK_SUFFIX, entry=mask, layout=mask.layout)
 
 
 def clip(rows: Range, length: int, subject: str) -> Range:
@@ -175,15 +163,26 @@ def plan_reads(wants: Iterable[Want], layers: Range | None = None) -> list[Array
     layers
         Layers that are wanted of every field that has them.
     """
-    arrays: dict[tuple[str, str], tuple[Resolved, int, list[Copy]]] = {}
+    arrays: dict[tuple[str, str], _Gathered] = {}
     for want in wants:
+        base = want.segment.ref.incarnation.path
         for step, copy in _copies(want):
-            path = StepKey(want.segment.ref.incarnation, step).path
-            arrays.setdefault((path, want.field), (want.segment, step, []))[2].append(copy)
+            path = step_path(base, step)
+            found = arrays.get((path, want.field))
+            if found is None:
+                found = arrays[path, want.field] = _Gathered(want.segment, step, [])
+            found.copies.append(copy)
     return [
-        _array_read(path, field, segment, step, copies, layers)
-        for (path, field), (segment, step, copies) in arrays.items()
+        _array_read(path, field, *gathered, layers) for (path, field), gathered in arrays.items()
     ]
+
+
+class _Gathered(NamedTuple):
+    """All that is wanted of one stored array."""
+
+    segment: Resolved
+    step: int
+    copies: list[Copy]
 
 
 def _copies(want: Want) -> Iterator[tuple[int, Copy]]:
@@ -192,9 +191,10 @@ def _copies(want: Want) -> Iterator[tuple[int, Copy]]:
     at = 0
     for first, last in want.rows:
         for fragment in fragments:
-            start, stop = max(first, fragment.target[0]), min(last, fragment.target[1])
+            low, high = fragment.target
+            start, stop = max(first, low), min(last, high)
             if start < stop:
-                shift = fragment.source[0] - fragment.target[0]
+                shift = fragment.source[0] - low
                 place = at + start - first
                 yield fragment.step, Copy(start + shift, stop + shift, want.target, place)
         at += last - first
@@ -205,33 +205,42 @@ def _array_read(
 ) -> ArrayRead:
     entry = segment.steps[step]
     array = entry.fields[field]
+    layout = array.layout
     if len(array.shape) < 2:
         layers = None
+    spans = _WHOLE if layout.chunks == 1 else tuple(_spans(array, layout, copies, layers))
     return ArrayRead(
-        StepKey(segment.ref.incarnation, step),
+        segment.ref.incarnation,
+        step,
         path,
         entry.unit,
         field,
         array,
+        layout,
         layers,
         tuple(copies),
-        tuple(_spans(array, copies, layers)),
+        spans,
         step in segment.shared,
     )
 
 
-def _spans(array: ArrayEntry, copies: Sequence[Copy], layers: Range | None) -> Iterator[Span]:
-    layout = array.layout
-    if layout.chunks == 1:
-        yield Span(0, 1)
-        return
+_WHOLE = (Span(0, 1),)
+
+
+def _spans(
+    array: ArrayEntry, layout: ArrayLayout, copies: Sequence[Copy], layers: Range | None
+) -> Iterator[Span]:
     positions = sorted(
         {part.position for copy in copies for part in layout.parts(copy[:2], layers)}
     )
-    offsets = layout.offsets(array.sizes)
+    yield from runs(positions, layout.offsets(array.sizes), SPAN_BYTES)
+
+
+def runs(positions: Iterable[int], offsets: Sequence[int], most: int) -> Iterator[Span]:
+    """Join neighbouring chunks into spans of at most `most` bytes, or of one chunk."""
     first = last = -1
     for position in positions:
-        if position == last and offsets[position + 1] - offsets[first] <= SPAN_BYTES:
+        if position == last and offsets[position + 1] - offsets[first] <= most:
             last += 1
             continue
         if last > first:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ from tq_fs.errors import (
 )
 from tq_fs.fields import UNKNOWN
 from tq_fs.manifests import Resolved
-from tq_fs.plan import ArrayRead, Range, Span, Want, box, clip, field_rows, plan_reads
+from tq_fs.memory import aligned_empty
+from tq_fs.plan import ArrayRead, Range, Span, Want, box, clip, field_rows, plan_reads, runs
 from tq_fs.steps import CHECKSUM_BYTES, check, decode
 
 Array = npt.NDArray[Any]
@@ -59,17 +60,17 @@ class _Memory:
     """Buffers of one reading thread; grow to the largest request, which the plan bounds."""
 
     def __init__(self) -> None:
-        self._raw: Bytes = np.empty(0, np.uint8)
-        self._decoded: Bytes = np.empty(0, np.uint8)
+        self._raw: Bytes = aligned_empty(0)
+        self._decoded: Bytes = aligned_empty(0)
 
     def raw(self, nbytes: int) -> Bytes:
         if self._raw.size < nbytes:
-            self._raw = np.empty(nbytes, np.uint8)
+            self._raw = aligned_empty(nbytes)
         return self._raw[:nbytes]
 
     def decoded(self, nbytes: int) -> Bytes:
         if self._decoded.size < nbytes:
-            self._decoded = np.empty(nbytes, np.uint8)
+            self._decoded = aligned_empty(nbytes)
         return self._decoded[:nbytes]
 
 
@@ -219,7 +220,8 @@ class SegmentReader:
     ) -> None:
         try:
             self._read_values(read, span, outs, memory)
-            self._mark_unknown(read, span, outs, memory)
+            if read.entry.unknown or read.entry.mask is not None:
+                self._mark_unknown(read, span, outs, memory)
         except ObjectMissing as error:
             raise self._missing(read, error) from error
 
@@ -234,63 +236,48 @@ class SegmentReader:
     def _read_values(
         self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: _Memory
     ) -> None:
-        layout = read.entry.layout
-        if self._from_cache(read, span, outs):
+        shared = read.shared and self.cache.limit_bytes > 0
+        if shared and self._from_cache(read, span, outs):
             return
-        offsets = layout.offsets(read.entry.sizes)
-        start = offsets[span.first]
         direct = _direct(read, span, outs)
-        with self._backends[read.unit].open(read.key) as source:
+        backend = self._backends[read.unit]
+        with backend.open(read.key) as source:
             if direct is not None:
-                _read_direct(read, span, direct, source, start)
+                _read_direct(read, span, direct, source)
                 return
-            raw = memory.raw(offsets[span.last] - start)
-            _fill(read, span, source, [raw], start)
-        for position in range(span.first, span.last):
-            stored = raw[offsets[position] - start : offsets[position + 1] - start]
-            chunk = _decoded(read, position, stored, memory)
-            if self._shared(read):
-                self.cache.put((read.key, position), chunk)
-            _place(read, position, chunk, outs)
+            for position, chunk in _read_chunks(read, span, source, memory, backend.request_bytes):
+                if shared:
+                    self.cache.put((read.key, position), chunk)
+                for view in _views(read, position, outs):
+                    np.copyto(view.target, _cut(read, position, chunk, view))
 
     def _mark_unknown(
         self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: _Memory
     ) -> None:
         """Put -1 where the route is unknown."""
-        if read.entry.unknown:
-            for position in range(span.first, span.last):
-                _mark_rows(read, position, outs)
+        for position in range(span.first, span.last):
+            _mark_rows(read, position, outs)
         mask = read.mask()
         if mask is None:
             return
-        layout = mask.entry.layout
-        offsets = layout.offsets(mask.entry.sizes)
-        start = offsets[span.first]
-        raw = memory.raw(offsets[span.last] - start)
-        with self._backends[mask.unit].open(mask.key) as source:
-            _fill(mask, span, source, [raw], start)
-        for position in range(span.first, span.last):
-            stored = raw[offsets[position] - start : offsets[position + 1] - start]
-            chunk = _decoded(mask, position, stored, memory).view(bool)
-            for view in _views(mask, position, outs):
-                view.target[_cut(mask, position, chunk, view)] = UNKNOWN
+        backend = self._backends[mask.unit]
+        with backend.open(mask.key) as source:
+            for position, chunk in _read_chunks(mask, span, source, memory, backend.request_bytes):
+                for view in _views(mask, position, outs):
+                    view.target[_cut(mask, position, chunk, view).view(bool)] = UNKNOWN
 
     # ------------------------------------------------------------ cache
 
-    def _shared(self, read: ArrayRead) -> bool:
-        return self.cache.limit_bytes > 0 and read.shared
-
     def _from_cache(self, read: ArrayRead, span: Span, outs: Sequence[Array]) -> bool:
-        if not self._shared(read):
-            return False
         chunks = []
         for position in range(span.first, span.last):
             chunk = self.cache.get((read.key, position))
             if chunk is None:
                 return False
-            chunks.append(chunk)
-        for position, chunk in zip(range(span.first, span.last), chunks, strict=True):
-            _place(read, position, chunk, outs)
+            chunks.append((position, chunk))
+        for position, chunk in chunks:
+            for view in _views(read, position, outs):
+                np.copyto(view.target, _cut(read, position, chunk, view))
         return True
 
 
@@ -315,25 +302,43 @@ def selection(
 
 
 def _fill(
-    read: ArrayRead, span: Span, source: ObjectReader, buffers: Sequence[Any], start: int
+    read: ArrayRead, position: int, source: ObjectReader, buffers: Sequence[Any], start: int
 ) -> None:
     try:
         source.readinto(buffers, start)
     except ObjectShort as error:
         raise ObjectShort(
             f"{error.subject} {error.problem}",
-            subject=read.subject(span.first),
+            subject=read.subject(position),
             remedy=error.remedy,
         ) from error
 
 
-def _decoded(read: ArrayRead, position: int, stored: Bytes, memory: _Memory) -> Array:
-    layout = read.entry.layout
-    try:
-        data = decode(stored, layout, memory.decoded)
-    except ChunkCorrupt as error:
-        raise _named(error, read, position) from error
-    return data.view(layout.dtype).reshape(layout.chunk)
+def _read_chunks(
+    read: ArrayRead, span: Span, source: ObjectReader, memory: _Memory, request_bytes: int
+) -> Iterator[tuple[int, Array]]:
+    """Yield each chunk of a span, decoded; valid until the next one.
+
+    Requests are as small as the backend likes them, so that a chunk is still in the processor's
+    cache when it is checked and widened.
+    """
+    layout = read.layout
+    offsets = layout.offsets(read.entry.sizes)
+    pieces: Iterable[Span] = (span,)
+    if span.last - span.first > 1:
+        pieces = runs(range(span.first, span.last), offsets, request_bytes)
+    for first, last in pieces:
+        start = offsets[first]
+        raw = memory.raw(offsets[last] - start)
+        _fill(read, first, source, (raw,), start)
+        for position in range(first, last):
+            at = offsets[position] - start
+            stored = raw[at : at + layout.stored_nbytes(position, read.entry.sizes)]
+            try:
+                data = decode(stored, layout, memory.decoded)
+            except ChunkCorrupt as error:
+                raise _named(error, read, position) from error
+            yield position, data.view(layout.dtype).reshape(layout.chunk)
 
 
 def _named(error: CorruptError, read: ArrayRead, position: int) -> CorruptError:
@@ -346,7 +351,7 @@ def _named(error: CorruptError, read: ArrayRead, position: int) -> CorruptError:
 def _direct(read: ArrayRead, span: Span, outs: Sequence[Array]) -> Array | None:
     """Return the rows of the only destination, where the file holds just those bytes."""
     entry = read.entry
-    layout = entry.layout
+    layout = read.layout
     if not layout.plain or entry.dtype != entry.memory or len(read.copies) != 1 or read.shared:
         return None
     copy = read.copies[0]
@@ -358,20 +363,22 @@ def _direct(read: ArrayRead, span: Span, outs: Sequence[Array]) -> Array | None:
     return out[copy.at + first - copy.start : copy.at + last - copy.start]
 
 
-def _read_direct(
-    read: ArrayRead, span: Span, target: Array, source: ObjectReader, start: int
-) -> None:
-    layout = read.entry.layout
-    if not layout.checksum:
-        _fill(read, span, source, [target], start)
-        return
+def _read_direct(read: ArrayRead, span: Span, target: Array, source: ObjectReader) -> None:
+    layout = read.layout
+    start = layout.offsets(None)[span.first]
     tall = layout.chunk[0]
     parts = [target[i : i + tall] for i in range(0, len(target), tall)]
-    tails = [bytearray(CHECKSUM_BYTES) for _ in parts]
-    _fill(read, span, source, [b for pair in zip(parts, tails, strict=True) for b in pair], start)
+    tails = [bytearray(layout.stored_nbytes(0, None) + layout.gap - p.nbytes) for p in parts]
+    if not tails[0]:
+        _fill(read, span.first, source, (target,), start)
+        return
+    buffers = [b for pair in zip(parts, tails, strict=True) for b in pair]
+    _fill(read, span.first, source, buffers, start)
+    if not layout.checksum:
+        return
     for i, (part, tail) in enumerate(zip(parts, tails, strict=True)):
         try:
-            check(part, tail)
+            check(part, tail[:CHECKSUM_BYTES])
         except ChunkCorrupt as error:
             raise _named(error, read, span.first + i) from error
 
@@ -394,7 +401,7 @@ class _View(NamedTuple):
 
 def _views(read: ArrayRead, position: int, outs: Sequence[Array]) -> list[_View]:
     """Return the parts of destinations that a chunk fills."""
-    layout = read.entry.layout
+    layout = read.layout
     top, left = box(layout, position)
     views = []
     for copy in read.copies:
@@ -412,16 +419,10 @@ def _views(read: ArrayRead, position: int, outs: Sequence[Array]) -> list[_View]
     return views
 
 
-def _place(read: ArrayRead, position: int, chunk: Array, outs: Sequence[Array]) -> None:
-    """Widen a chunk's rows and layers into every destination that wants them."""
-    for view in _views(read, position, outs):
-        np.copyto(view.target, _cut(read, position, chunk, view))
-
-
 def _cut(read: ArrayRead, position: int, chunk: Array, view: _View) -> Array:
     """Return the part of a chunk that a view takes."""
     target, row, layer = view
-    top, left = box(read.entry.layout, position)
+    top, left = box(read.layout, position)
     rows = chunk[row - top : row - top + len(target)]
     if rows.shape == target.shape:
         return rows

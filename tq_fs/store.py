@@ -33,12 +33,12 @@ from tq_fs.hydrate import (
     Hydrator,
     MicroBatches,
     Selection,
-    _allocate,
     by_budget,
     by_count,
 )
 from tq_fs.keys import Incarnation, component
 from tq_fs.manifests import STORE_SCHEMA, Catalog, Mode, StoreDocument
+from tq_fs.memory import aligned_empty
 from tq_fs.plan import Range
 from tq_fs.reader import SegmentReader
 from tq_fs.session import Session
@@ -113,6 +113,12 @@ class Store:
     ----------
     config
         Its settings.
+    location
+        Its folder; None where the store is off.
+    cache
+        Decoded chunks that Segments share.
+    reader
+        Reads references; None where the store is off.
     swept
         What opening it removed: Steps of sessions that were never finalized, and of Segments
         whose deletion was begun.
@@ -130,6 +136,7 @@ class Store:
     ) -> None:
         self.config = config
         self.swept = Swept(0, 0)
+        self.location = root
         self._specs = tuple(fields)
         self._now_ns = now_ns
         self._read_only = read_only
@@ -252,7 +259,7 @@ class Store:
         fields: Sequence[str] | None = None,
         layers: Range | None = None,
         tokens: Sequence[Range] | Range | None = None,
-        allocate: Allocate = _allocate,
+        allocate: Allocate = aligned_empty,
     ) -> MicroBatches:
         """Hydrate a shard lazily, one micro-batch ahead of its user.
 

@@ -34,13 +34,20 @@ class Backend(Protocol):
 
     A key is components joined by ``/``; no component is empty or begins with a dot. All methods
     may be called from many threads. Absence always raises, but for deleting, which is idempotent.
+
+    Attributes
+    ----------
+    request_bytes
+        Size of a read that is large enough to run at full speed; larger ones gain nothing.
     """
+
+    request_bytes: int
 
     def publish(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
         """Make all `members` readable under `prefix` at once, or none of them.
 
-        A member's value is a sequence of buffers written one after the other. Publishing content
-        that is there already, byte for byte, succeeds: the acknowledgement was lost.
+        A member's buffers are written one after the other. Publishing content that is there
+        already, byte for byte, succeeds: the acknowledgement was lost.
 
         Raises
         ------

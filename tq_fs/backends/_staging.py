@@ -2,37 +2,42 @@
 
 Making three directories and five files costs a journaled file system more time than writing the
 bytes of a Step into them (docs/design/0002). A thread of the backend therefore keeps a few empty
-groups ready in the staging folder, shaped like those that were asked for last; a writer fills one and
-renames it. Where none is ready the writer makes its own. Files are never reused: a reader that
-still holds a deleted Step open must not see another one's bytes.
+groups ready in the staging folder, shaped like those that were asked for last and with their files
+open; a writer fills one and renames it. Where none is ready the writer makes its own. Files are
+never reused: a reader that still holds a deleted Step open must not see another one's bytes.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import resource
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-_SHAPES = 4
+_SHAPES = 3
+_SHARE = 4  # of the process's descriptors, for one shape
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
 class Staged(NamedTuple):
-    """An empty group in the staging folder.
+    """An empty group in the staging folder, its files open for writing.
 
     Attributes
     ----------
     name
         Its name there.
-    fd
-        Descriptor of its directory; whoever took the group closes it.
+    shape
+        Its member files.
+    fds
+        Their descriptors, in the same order; whoever writes a file takes its descriptor away.
     """
 
     name: str
-    fd: int
+    shape: tuple[str, ...]
+    fds: deque[int]
 
 
 class _Pool:
@@ -81,38 +86,41 @@ class Staging:
             staged = pool.ready.popleft()
         except IndexError:
             staged = self.make(shape)
-        if pool.taken > 1 and len(pool.ready) <= self._ahead // 2:
+        if pool.taken > 1 and len(pool.ready) < self._ahead // 2:
             self._wake.set()
         return staged
 
-    def make(self, shape: Sequence[str]) -> Staged:
+    def make(self, shape: tuple[str, ...]) -> Staged:
         """Make an empty group now, and nothing if that fails."""
-        name = self.name()
-        os.mkdir(name, dir_fd=self._folder)
+        staged = Staged(self.name(), shape, deque())
+        os.mkdir(staged.name, dir_fd=self._folder)
         try:
-            fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder)
-        except OSError:
-            os.rmdir(name, dir_fd=self._folder)
-            raise
-        staged = Staged(name, fd)
-        try:
-            for folder in dict.fromkeys(os.path.dirname(m) for m in shape):
-                if folder:
-                    os.mkdir(folder, dir_fd=fd)
+            for folder in folders_of(shape):
+                os.mkdir(f"{staged.name}/{folder}", dir_fd=self._folder)
             for member in shape:
-                os.close(os.open(member, _FLAGS, 0o644, dir_fd=fd))
+                path = f"{staged.name}/{member}"
+                staged.fds.append(os.open(path, _FLAGS, 0o644, dir_fd=self._folder))
         except OSError:
-            self.drop(staged, shape)
+            self.drop(staged)
             raise
         return staged
 
-    def drop(self, staged: Staged, shape: Sequence[str]) -> None:
-        """Remove a group that was not published, and close it."""
-        _quietly(*((os.unlink, m, staged.fd) for m in shape))
-        folders = {os.path.dirname(m) for m in shape} - {""}
-        _quietly(*((os.rmdir, f, staged.fd) for f in folders))
-        os.close(staged.fd)
-        _quietly((os.rmdir, staged.name, self._folder))
+    def drop(self, staged: Staged) -> None:
+        """Close and remove a group that was not published."""
+        while staged.fds:
+            os.close(staged.fds.popleft())
+        for member in staged.shape:
+            self._quietly(os.unlink, f"{staged.name}/{member}")
+        for folder in folders_of(staged.shape):
+            self._quietly(os.rmdir, f"{staged.name}/{folder}")
+        self._quietly(os.rmdir, staged.name)
+
+    def _quietly(self, call: Callable[..., None], path: str) -> None:
+        """Remove what is there; what is not, or will not go, the next sweep meets."""
+        try:
+            call(path, dir_fd=self._folder)
+        except OSError:
+            return
 
     def close(self) -> None:
         """Stop the thread and remove what it made."""
@@ -143,7 +151,7 @@ class Staging:
             pool = self._pools.pop(shape, None)
         while pool is not None and pool.ready:
             try:
-                self.drop(pool.ready.popleft(), shape)
+                self.drop(pool.ready.popleft())
             except IndexError:
                 return  # a writer took the last one
 
@@ -155,7 +163,9 @@ class Staging:
                 self._fill(pool)
 
     def _fill(self, pool: _Pool) -> None:
-        while pool.taken > 1 and len(pool.ready) < self._ahead and not self._closed:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE // len(pool.shape)
+        most = min(self._ahead, limit)
+        while pool.taken > 1 and len(pool.ready) < most and not self._closed:
             try:
                 staged = self.make(pool.shape)
             except OSError:
@@ -165,14 +175,10 @@ class Staging:
                 if kept:
                     pool.ready.append(staged)
             if not kept:
-                self.drop(staged, pool.shape)
+                self.drop(staged)
                 return
 
 
-def _quietly(*calls: tuple[object, str, int]) -> None:
-    """Remove what is there; what is not, or will not go, the next sweep meets."""
-    for call, name, fd in calls:
-        try:
-            call(name, dir_fd=fd)  # type: ignore[operator]
-        except OSError:
-            continue
+def folders_of(shape: Iterable[str]) -> list[str]:
+    """Return the folders of a group's members, each once."""
+    return [f for f in dict.fromkeys(os.path.dirname(m) for m in shape) if f]

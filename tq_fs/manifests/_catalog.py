@@ -196,7 +196,9 @@ class Catalog:
 
     def _remember(self, manifest: SessionManifest, nbytes: int) -> _Cached:
         steps = {step.index: step for step in manifest.steps}
-        segments: dict[tuple[str, int], SegmentEntry] = {(s.view, s.index): s for s in manifest.segments}
+        segments: dict[tuple[str, int], SegmentEntry] = {
+            (s.view, s.index): s for s in manifest.segments
+        }
         entry = _Cached(manifest, steps, segments, _shared(manifest), nbytes)
         with self._lock:
             old = self._cache.pop(manifest.incarnation, None)

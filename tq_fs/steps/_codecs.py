@@ -18,12 +18,17 @@ Bytes = npt.NDArray[np.uint8]
 
 
 # numpy arrays are buffers, which Python 3.11 has no type for
-_crc: Callable[[Bytes], int] = crc32c  # type: ignore[assignment]
+crc: Callable[..., int] = crc32c
 
 
 def checksum(data: Bytes) -> bytes:
     """Return the CRC-32C of `data` as the Zarr codec stores it: four bytes, little-endian."""
-    return _crc(data).to_bytes(CHECKSUM_BYTES, "little")
+    return sealed(crc(data))
+
+
+def sealed(value: int) -> bytes:
+    """Return a CRC-32C as the Zarr codec stores it."""
+    return value.to_bytes(CHECKSUM_BYTES, "little")
 
 
 @functools.cache
@@ -33,9 +38,10 @@ def _compressor(codec: str, itemsize: int) -> Blosc | Zstd:
     return Zstd(level=ZSTD_LEVEL)
 
 
-def compress(data: Bytes, layout: ArrayLayout) -> bytes:
+def compress(data: Bytes, layout: ArrayLayout) -> Bytes:
     """Return one chunk compressed as its layout says."""
-    return bytes(_compressor(layout.codec, layout.itemsize).encode(data))
+    stored = _compressor(layout.codec, layout.itemsize).encode(data)
+    return np.frombuffer(stored, np.uint8)
 
 
 def decode(stored: Bytes, layout: ArrayLayout, scratch: Callable[[int], Bytes]) -> Bytes:
@@ -105,7 +111,7 @@ def check(body: Bytes, tail: bytes | bytearray) -> None:
     ChunkCorrupt
     """
     want = int.from_bytes(tail, "little")
-    have = _crc(body)
+    have = crc(body)
     if have != want:
         raise ChunkCorrupt(
             f"checksum {have:08x} where {want:08x} was stored over {len(body)} bytes",

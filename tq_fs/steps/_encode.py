@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from tq_fs import fields as f
 from tq_fs.fields import FieldSpec
 from tq_fs.keys import StepKey
+from tq_fs.memory import align, aligned_empty
 from tq_fs.steps import _codecs
 from tq_fs.steps._entry import MASK_SUFFIX, ArrayEntry, StepEntry, attributes_json
 from tq_fs.steps._layout import CHECKSUM_BYTES, ArrayLayout, known_layout, layout_for
@@ -26,7 +28,6 @@ GROUP = "zarr.json"
 _MAX_UNKNOWN_RUNS = 64
 _KEEP_BYTES = 16 * 1024 * 1024
 _INDEX_ENTRY = struct.Struct("<QQ")
-_NO_CHUNK = 2**64 - 1
 
 
 class Scratch:
@@ -37,7 +38,7 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+        self._memory = aligned_empty(0)
         self._used = 0
         self._asked = 0
 
@@ -45,17 +46,17 @@ class Scratch:
         """Forget what was taken, and grow towards what the last Step asked for."""
         want = min(self._asked, _KEEP_BYTES)
         if want > self._memory.size:
-            self._memory = np.empty(want, np.uint8)
+            self._memory = aligned_empty(want)
         self._used = self._asked = 0
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return `nbytes` of uninitialised memory."""
-        self._asked += nbytes
-        start, self._used = self._used, self._used + nbytes
-        if self._used <= self._memory.size:
-            return self._memory[start : self._used]
-        self._used = start
-        return np.empty(nbytes, np.uint8)
+        """Return `nbytes` of uninitialised, aligned memory."""
+        self._asked += align(nbytes)
+        start = self._used
+        if start + nbytes > self._memory.size:
+            return aligned_empty(nbytes)
+        self._used += align(nbytes)
+        return self._memory[start : start + nbytes]
 
 
 class FieldArray(NamedTuple):
@@ -122,120 +123,83 @@ def encode_step(
     ValueOutOfRange
         An id does not fit; no byte was written.
     """
-    stored: dict[str, ArrayLayout] = {}
     members: dict[str, Sequence[Buffer]] = {}
     entries: dict[str, ArrayEntry] = {}
-    for field in arrays:
-        entry, parts = _encode_field(field, options, scratch, str(key))
-        for suffix, layout, buffers in parts:
-            name = field.spec.name + suffix
-            stored[name] = layout
-            if layout.chunks:
-                members[f"{name}/{layout.object_name}"] = buffers
-        entries[field.spec.name] = entry
+    forms: dict[str, Form] = {}
+    for spec, values in arrays:
+        form = form_of(spec, values, options)
+        entries[spec.name], more = _encode_field(spec, values, form, scratch, members, key)
+        forms[spec.name] = form
+        forms.update(more)
+    for form in forms.values():
+        members[form.json_member] = form.json
     step = StepEntry(index=key.step_index, tokens=tokens, fields=entries)
-    for name, layout in stored.items():
-        members[f"{name}/{GROUP}"] = (array_json(layout),)
-    members[GROUP] = (group_json(stored, attributes_json(store_id, key, step)),)
+    layouts = tuple((name, form.layout) for name, form in forms.items())
+    members[GROUP] = (group_json(layouts, attributes_json(store_id, key, step)),)
     return EncodedStep(members, step)
 
 
-_Part = tuple[str, ArrayLayout, Sequence[Buffer]]
+# ---------------------------------------------------------------- what does not change
 
 
-def _encode_field(
-    field: FieldArray, options: EncodeOptions, scratch: Scratch, subject: str
-) -> tuple[ArrayEntry, list[_Part]]:
-    spec, values = field
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What all arrays of one name, shape and type have in common; made once and kept.
+
+    Attributes
+    ----------
+    layout
+        The chunking.
+    member, json_member
+        Names of the chunk object and of the metadata in the group.
+    json
+        The metadata.
+    entry
+        The manifest's entry, exact where chunks are not compressed.
+    index
+        The shard index, likewise; empty without shard.
+    """
+
+    layout: ArrayLayout
+    member: str
+    json_member: str
+    json: tuple[bytes]
+    entry: ArrayEntry
+    index: bytes
+
+
+def form_of(spec: FieldSpec, values: Array, options: EncodeOptions) -> Form:
+    """Return the form of a field's array."""
     dtype = f.stored_type(spec, values)
-    layout = layout_for(
-        values.shape,
-        dtype,
-        _codec(spec, dtype),
-        checksum=options.checksum,
-        layer_groups=options.layer_groups,
+    codec = spec.codec if spec.codec != "auto" else default_codec(dtype)
+    return _form(
+        spec.name, values.shape, dtype, spec.dtype, codec, options.checksum, options.layer_groups
     )
-    mask = None
-    chunks = list(_fill_chunks(spec, values, layout, scratch))
-    if any(chunk is None for chunk in chunks):
-        bound = f.id_bound(spec, dtype)
-        values, mask = f.split_unknown(spec, values, bound, subject)
-        chunks = list(_fill_chunks(spec, values, layout, scratch))
-    entry, buffers = _seal(layout, spec.dtype, [c for c in chunks if c is not None])
-    parts: list[_Part] = [("", layout, buffers)]
-    if mask is not None:
-        entry, part = _note_unknown(entry, mask)
-        parts += part
-    return entry, parts
 
 
-def _codec(spec: FieldSpec, dtype: str) -> str:
-    """Return the codec, by measurement where it is left open (docs/design/0003)."""
-    if spec.codec != "auto":
-        return spec.codec
+@functools.cache
+def default_codec(dtype: str) -> str:
+    """Return the codec of a stored type, by measurement (docs/design/0003)."""
     kind = np.dtype(dtype)
     return "lz4" if kind.kind in "iu" and kind.itemsize > 1 else "none"
 
 
-def _fill_chunks(
-    spec: FieldSpec, values: Array, layout: ArrayLayout, scratch: Scratch
-) -> Iterator[Array | None]:
-    """Yield each chunk's values in the order of the object; None where an id is not plain."""
-    ids = spec.narrowable
-    bound = f.id_bound(spec, layout.dtype) if ids else 0
-    whole = layout.grid[1] == 1
-    for part in layout.parts((0, layout.shape[0])):
-        block = values[part.rows[0] : part.rows[1]]
-        if not whole:
-            block = block[:, part.layers[0] : part.layers[1]]
-        if whole and len(block) == layout.chunk[0] and layout.dtype == spec.dtype:
-            yield block if not ids or _ids_plain(spec, block, bound) else None
-            continue
-        chunk = scratch.take(layout.chunk_nbytes).view(layout.dtype).reshape(layout.chunk)
-        yield chunk if _fill(spec, block, chunk, bound) else None
+@functools.lru_cache(1024)
+def _form(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    memory: str,
+    codec: str,
+    checksum: bool,
+    layer_groups: int,
+) -> Form:
+    layout = layout_for(shape, dtype, codec, checksum=checksum, layer_groups=layer_groups)
+    return _form_of_layout(name, layout, memory)
 
 
-def _ids_plain(spec: FieldSpec, block: Array, bound: int) -> bool:
-    """Tell whether all ids can be stored as they are; -1 can, in the memory type."""
-    if block.size == 0:
-        return True
-    low, high = int(block.min()), int(block.max())
-    return high < bound and low >= (f.UNKNOWN if spec.unknown else 0)
-
-
-def _fill(spec: FieldSpec, block: Array, chunk: Array, bound: int) -> bool:
-    """Copy a block into its chunk and pad the rest with zeros."""
-    inside = chunk[tuple(slice(n) for n in block.shape)]
-    if block.shape != chunk.shape:
-        chunk[len(block) :] = 0
-        if block.shape[1:] != chunk.shape[1:]:
-            chunk[:, block.shape[1] :] = 0
-    if not spec.narrowable or chunk.dtype == block.dtype:
-        np.copyto(inside, block)
-        return not spec.narrowable or _ids_plain(spec, block, bound)
-    return f.narrow_into(block, inside, bound)
-
-
-def _seal(
-    layout: ArrayLayout, memory: str, chunks: Sequence[Array]
-) -> tuple[ArrayEntry, Sequence[Buffer]]:
-    """Compress, checksum and index the chunks of one object."""
-    buffers: list[Buffer] = []
-    sizes: list[int] = []
-    for chunk in chunks:
-        data: Array = chunk.reshape(-1).view(np.uint8)
-        if not layout.plain:
-            data = np.frombuffer(_codecs.compress(data, layout), np.uint8)
-        buffers.append(data)
-        if layout.checksum:
-            buffers.append(_codecs.checksum(data))
-        sizes.append(data.size + (CHECKSUM_BYTES if layout.checksum else 0))
-    kept = None if layout.plain else tuple(sizes)
-    total = sum(sizes)
-    if layout.sharded:
-        index = _shard_index(layout, layout.offsets(kept))
-        buffers.append(index)
-        total += len(index)
+def _form_of_layout(name: str, layout: ArrayLayout, memory: str) -> Form:
+    index = _shard_index(layout, None) if layout.sharded else b""
     entry = ArrayEntry(
         shape=layout.shape,
         dtype=layout.dtype,
@@ -243,32 +207,158 @@ def _seal(
         chunk=layout.chunk,
         codec=layout.codec,  # type: ignore[arg-type]
         checksum=layout.checksum,
-        nbytes=total,
-        sizes=kept,
+        nbytes=layout.offsets(None)[-1] + len(index),
     )
-    return entry, buffers
+    member = f"{name}/{layout.object_name}"
+    return Form(layout, member, f"{name}/{GROUP}", (array_json(layout),), entry, index)
 
 
-def _shard_index(layout: ArrayLayout, offsets: Sequence[int]) -> bytes:
+def _shard_index(layout: ArrayLayout, sizes: Sequence[int] | None) -> bytes:
     """Return the Zarr shard index: (offset, length) of each chunk in C order, and a CRC-32C."""
     blocks, groups = layout.grid
+    offsets = layout.offsets(sizes)
     places = [group * blocks + block for block in range(blocks) for group in range(groups)]
-    spans = [(offsets[p], offsets[p + 1] - offsets[p]) for p in places]
-    index = b"".join(_INDEX_ENTRY.pack(*span) for span in spans)
+    index = b"".join(_INDEX_ENTRY.pack(offsets[p], layout.stored_nbytes(p, sizes)) for p in places)
     return index + _codecs.checksum(np.frombuffer(index, np.uint8))
 
 
-def _note_unknown(entry: ArrayEntry, mask: Array) -> tuple[ArrayEntry, list[_Part]]:
+# ---------------------------------------------------------------- what does
+
+
+def _encode_field(
+    spec: FieldSpec,
+    values: Array,
+    form: Form,
+    scratch: Scratch,
+    members: dict[str, Sequence[Buffer]],
+    key: StepKey,
+) -> tuple[ArrayEntry, dict[str, Form]]:
+    """Add a field's objects to `members`; return its entry and the arrays beside it."""
+    mask = None
+    chunks = _chunks(spec, values, form.layout, scratch)
+    if chunks is None:
+        bound = f.id_bound(spec, form.layout.dtype)
+        values, mask = f.split_unknown(spec, values, bound, str(key))
+        chunks = _chunks(spec, values, form.layout, scratch)
+        assert chunks is not None
+    entry, buffers = _seal(form, chunks)
+    if form.layout.chunks:
+        members[form.member] = buffers
+    if mask is None:
+        return entry, {}
+    return _note_unknown(spec.name, entry, mask, members)
+
+
+class _Chunk(NamedTuple):
+    """One chunk's values, flat, and its CRC-32C where that was cheap to take on the way."""
+
+    data: Array
+    crc: int | None = None
+
+
+def _chunks(
+    spec: FieldSpec, values: Array, layout: ArrayLayout, scratch: Scratch
+) -> list[_Chunk] | None:
+    """Return the chunks in the order of the object; None if an id is not plain."""
+    same = layout.dtype == spec.dtype
+    if same and spec.narrowable and not _ids_plain(spec, values, layout.dtype):
+        return None
+    in_place = same and layout.grid[1] == 1 and values.flags.c_contiguous
+    out = []
+    for block in _blocks(values, layout):
+        if in_place and len(block) == layout.chunk[0]:
+            out.append(_Chunk(block.reshape(-1).view(np.uint8)))
+            continue
+        chunk = _copied(spec, block, layout, scratch)
+        if chunk is None:
+            return None
+        out.append(chunk)
+    return out
+
+
+def _blocks(values: Array, layout: ArrayLayout) -> Iterator[Array]:
+    """Yield the part of an array that each chunk holds."""
+    if layout.grid[1] == 1:
+        tall = layout.chunk[0]
+        yield from (values[start : start + tall] for start in range(0, len(values), tall))
+        return
+    for part in layout.parts((0, len(values))):
+        yield values[part.rows[0] : part.rows[1], part.layers[0] : part.layers[1]]
+
+
+def _ids_plain(spec: FieldSpec, values: Array, dtype: str) -> bool:
+    """Tell whether all ids can be stored as they are; -1 can, in the memory type."""
+    if values.size == 0:
+        return True
+    low, high = int(values.min()), int(values.max())
+    return high < f.id_bound(spec, dtype) and low >= (f.UNKNOWN if spec.unknown else 0)
+
+
+def _copied(spec: FieldSpec, block: Array, layout: ArrayLayout, scratch: Scratch) -> _Chunk | None:
+    """Return a block as a whole chunk in scratch memory, padded with zeros; None as above."""
+    flat = scratch.take(layout.chunk_nbytes)
+    chunk = flat.view(layout.dtype).reshape(layout.chunk)
+    inside = chunk
+    whole = block.shape == chunk.shape
+    if not whole:
+        inside = chunk[tuple(slice(n) for n in block.shape)]
+        chunk[len(block) :] = 0
+        if chunk.ndim > 1:
+            chunk[:, block.shape[1] :] = 0
+    if layout.dtype == spec.dtype:
+        np.copyto(inside, block)
+        return _Chunk(flat)
+    crc = 0
+    take_crc = layout.checksum and layout.plain and whole
+    for narrowed in f.narrow_blocks(block, inside, f.id_bound(spec, layout.dtype)):
+        if narrowed is None:
+            return None
+        if take_crc:
+            crc = _codecs.crc(narrowed, crc)
+    return _Chunk(flat, crc if take_crc else None)
+
+
+def _seal(form: Form, chunks: Sequence[_Chunk]) -> tuple[ArrayEntry, Sequence[Buffer]]:
+    """Compress, checksum and index the chunks of one object."""
+    layout = form.layout
+    if layout.plain:
+        return form.entry, _buffers(layout, chunks, form.index)
+    compressed = [_Chunk(_codecs.compress(chunk.data, layout)) for chunk in chunks]
+    extra = CHECKSUM_BYTES if layout.checksum else 0
+    sizes = tuple(chunk.data.size + extra for chunk in compressed)
+    index = _shard_index(layout, sizes) if layout.sharded else b""
+    entry = msgspec.structs.replace(form.entry, nbytes=sum(sizes) + len(index), sizes=sizes)
+    return entry, _buffers(layout, compressed, index)
+
+
+def _buffers(layout: ArrayLayout, chunks: Sequence[_Chunk], index: bytes) -> list[Buffer]:
+    """Return what one object consists of: chunks, checksums, gaps, shard index."""
+    buffers: list[Buffer] = []
+    for data, crc in chunks:
+        buffers.append(data)
+        if layout.checksum:
+            buffers.append(_codecs.checksum(data) if crc is None else _codecs.sealed(crc))
+        if layout.gap:
+            buffers.append(bytes(layout.gap))
+    if index:
+        buffers.append(index)
+    return buffers
+
+
+def _note_unknown(
+    name: str, entry: ArrayEntry, mask: Array, members: dict[str, Sequence[Buffer]]
+) -> tuple[ArrayEntry, dict[str, Form]]:
     """Record unknown values beside the array: as row ranges where those say it all."""
     rows = mask.reshape(len(mask), -1)
-    whole = rows.all(axis=1)
-    runs = f.runs_of(np.asarray(whole))
+    whole = np.asarray(rows.all(axis=1))
+    runs = f.runs_of(whole)
     if len(runs) <= _MAX_UNKNOWN_RUNS and not rows[~whole].any():
-        return msgspec.structs.replace(entry, unknown=tuple(runs)), []
+        return msgspec.structs.replace(entry, unknown=tuple(runs)), {}
     layout = known_layout(entry.shape, "uint8", entry.chunk, "lz4", checksum=entry.checksum)
+    form = _form_of_layout(name + MASK_SUFFIX, layout, "bool")
     spec = FieldSpec(name="mask", dtype="uint8", stored="uint8")
-    chunks = [
-        c for c in _fill_chunks(spec, mask.view(np.uint8), layout, Scratch()) if c is not None
-    ]
-    mine, buffers = _seal(layout, "bool", chunks)
-    return msgspec.structs.replace(entry, mask=mine), [(MASK_SUFFIX, layout, buffers)]
+    chunks = _chunks(spec, mask.view(np.uint8), layout, Scratch())
+    assert chunks is not None
+    mine, buffers = _seal(form, chunks)
+    members[form.member] = buffers
+    return msgspec.structs.replace(entry, mask=mine), {name + MASK_SUFFIX: form}

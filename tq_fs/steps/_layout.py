@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tq_fs.memory import align
+
 WHOLE_ROWS = 2048
 INNER_ROWS = 1024
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -43,7 +45,7 @@ class Part(NamedTuple):
     origin: tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the factories below give equal layouts as one object
 class ArrayLayout:
     """Shape, type and chunking of one stored array.
 
@@ -113,8 +115,23 @@ class ArrayLayout:
         """Whether chunks lie uncompressed, so that their places follow from the layout."""
         return self.codec == "none"
 
+    @functools.cached_property
+    def gap(self) -> int:
+        """Unused bytes behind each chunk of a shard.
+
+        They keep chunks at multiples of 64 bytes, where the kernel copies them fastest.
+        """
+        stored = self.stored_nbytes(0, None)
+        return align(stored) - stored if self.plain and self.sharded else 0
+
+    def stored_nbytes(self, position: int, sizes: Sequence[int] | None) -> int:
+        """Return the stored bytes of a chunk, its checksum included."""
+        if sizes is not None:
+            return sizes[position]
+        return self.chunk_nbytes + (CHECKSUM_BYTES if self.checksum else 0)
+
     def offsets(self, sizes: Sequence[int] | None) -> Sequence[int]:
-        """Return where each chunk starts and the last one ends.
+        """Return where each chunk starts and the last one, with its gap, ends.
 
         Parameters
         ----------
@@ -127,7 +144,7 @@ class ArrayLayout:
 
     @functools.cached_property
     def _plain_offsets(self) -> Sequence[int]:
-        slot = self.chunk_nbytes + (CHECKSUM_BYTES if self.checksum else 0)
+        slot = self.stored_nbytes(0, None) + self.gap
         return range(0, slot * self.chunks + 1, slot)
 
     def parts(self, rows: tuple[int, int], layers: tuple[int, int] | None = None) -> Iterator[Part]:
@@ -151,7 +168,7 @@ class ArrayLayout:
         return rows[0] // self.chunk[0], -(-rows[1] // self.chunk[0])
 
 
-@functools.lru_cache(8192)
+@functools.lru_cache(4096)
 def layout_for(
     shape: tuple[int, ...], dtype: str, codec: str, *, checksum: bool, layer_groups: int
 ) -> ArrayLayout:
@@ -174,7 +191,7 @@ def layout_for(
     return known_layout(shape, dtype, (tall, *inner), codec, checksum=checksum)
 
 
-@functools.lru_cache(8192)
+@functools.lru_cache(4096)
 def known_layout(
     shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...], codec: str, *, checksum: bool
 ) -> ArrayLayout:

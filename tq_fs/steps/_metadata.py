@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def _codecs(layout: ArrayLayout) -> list[dict[str, Any]]:
     return [{"name": "sharding_indexed", "configuration": configuration}]
 
 
-@functools.lru_cache(8192)
+@functools.lru_cache(1024)
 def array_json(layout: ArrayLayout) -> bytes:
     """Return the ``zarr.json`` of an array."""
     grid = _shard_shape(layout) if layout.sharded else list(layout.chunk)
@@ -77,12 +76,12 @@ def array_json(layout: ArrayLayout) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def group_json(arrays: Mapping[str, ArrayLayout], attributes: bytes) -> bytes:
+def group_json(arrays: tuple[tuple[str, ArrayLayout], ...], attributes: bytes) -> bytes:
     """Return the ``zarr.json`` of a Step's group, with its arrays' metadata consolidated."""
-    return b"%s%s}" % (_group_head(tuple(sorted(arrays.items()))), attributes)
+    return b"%s%s}" % (_group_head(arrays), attributes)
 
 
-@functools.lru_cache(8192)
+@functools.lru_cache(1024)
 def _group_head(arrays: tuple[tuple[str, ArrayLayout], ...]) -> bytes:
     inner = b",".join(b'"%s":%s' % (name.encode(), array_json(a)) for name, a in arrays)
     return (

@@ -1,0 +1,145 @@
+"""Commands and their options. Exit code 0: fine; 1: a finding or failure; 2: wrong usage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tq_fs import __version__
+from tq_fs.errors import InputError, TqFsError
+
+_DEMO = """\
+Runs the main job end to end on a real mixture-of-experts model with random weights, on the CPU:
+multi-turn rollouts are recorded as Zarr Steps, finalized into Segments, hydrated and replayed, and
+every tensor is compared with the in-memory path.
+
+example:
+  tq-fs demo --figure memory.png
+"""
+
+_STEP = """\
+Measures one Step, written and read, against the physical limit and against other libraries: the
+same bytes in one run, interleaved, medians of paired ratios. Without --root it makes a journaled
+file system of its own (a loop mount) where that is permitted.
+
+example:
+  tq-fs bench step --tokens 2048 --layers 40 --topk 8 --dtype uint8
+  tq-fs bench step --tokens 16384 --json -
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except InputError as error:
+        print(f"tq-fs: {error}", file=sys.stderr)
+        return 2
+    except TqFsError as error:
+        print(f"tq-fs: {error} [{error.code}]", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tq-fs",
+        description="Storage for the large per-token fields of agentic-RL rollouts.",
+    )
+    parser.add_argument("--version", action="version", version=f"tq-fs {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    bench = commands.add_parser("bench", help="measure", description="Measurements.")
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    _add_step(benches)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="the whole way of the data, on a real model",
+        description=_DEMO,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="keep the store in this folder (default: a temporary one)"
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        default=Path("demo-memory.png"),
+        help="where to write the plot of memory over time (default: %(default)s)",
+    )
+    parser.set_defaults(run=_demo)
+
+
+def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "step",
+        help="one Step, written and read",
+        description=_STEP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tokens", type=_positive, default=2048, help="tokens of a Step (default: %(default)s)")
+    add("--layers", type=_positive, default=40, help="recorded layers (default: %(default)s)")
+    add("--topk", type=_positive, default=8, help="experts per token (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=("uint8", "uint16", "int32"),
+        default="uint8",
+        help="stored type of the ids (default: %(default)s)",
+    )
+    add(
+        "--layer-groups",
+        type=_positive,
+        default=4,
+        help="groups of the layer axis, for reading a share of the layers (default: %(default)s)",
+    )
+    add("--repeats", type=_positive, default=15, help="counted rounds (default: %(default)s)")
+    add("--root", type=Path, help="measure in this folder instead of on a loop mount")
+    add("--json", metavar="FILE", help="write the ratios as one JSON object; - is standard output")
+    parser.set_defaults(run=_step)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from tq_fs.demo.run import run  # noqa: PLC0415  # needs torch
+
+    return run(folder=arguments.folder, figure=arguments.figure, console=Console())
+
+
+def _step(arguments: argparse.Namespace) -> int:
+    from tq_fs.bench import step  # noqa: PLC0415  # only this command needs it
+    from tq_fs.bench._data import Shape  # noqa: PLC0415
+
+    to_stdout = arguments.json == "-"
+    console = Console(stderr=to_stdout)
+    bench = step.StepBench(
+        shape=Shape(arguments.tokens, arguments.layers, arguments.topk, arguments.dtype),
+        layer_groups=arguments.layer_groups,
+        repeats=arguments.repeats,
+        root=arguments.root,
+    )
+    measured = step.measure(bench, console)
+    step.show(bench, measured, console)
+    if arguments.json:
+        text = json.dumps(step.document(bench, measured), indent=2)
+        if to_stdout:
+            print(text)
+        else:
+            Path(arguments.json).write_text(text + "\n")
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
