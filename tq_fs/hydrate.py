@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tq_fs.errors import BudgetTooSmall, FieldMissing, InvalidConfig, InvalidSelection
 from tq_fs.fields import LOGPROBS, FieldSpec
 from tq_fs.manifests import Resolved
-from tq_fs.memory import align, aligned_empty
+from tq_fs.memory import align, mapped_empty
 from tq_fs.plan import Range, field_rows
 from tq_fs.reader import Read, SegmentReader, selection
 from tq_fs.trajectory import Sample
@@ -39,7 +39,7 @@ class Arena:
         Gives the memory: a uint8 array of so many bytes (pinned, say).
     """
 
-    def __init__(self, nbytes: int, allocate: Allocate = aligned_empty) -> None:
+    def __init__(self, nbytes: int, allocate: Allocate = mapped_empty) -> None:
         self._memory = allocate(nbytes)
         self._used = 0
 
@@ -349,7 +349,7 @@ class MicroBatches:
         runs: Sequence[range],
         *,
         pool: Executor,
-        allocate: Allocate = aligned_empty,
+        allocate: Allocate = mapped_empty,
     ) -> None:
         self._hydrator = hydrator
         self._samples = samples

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,3 +24,14 @@ def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
     block = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -block.ctypes.data % ALIGNMENT
     return block[start : start + nbytes]
+
+
+def mapped_empty(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory in a mapping of its own, which goes back to the system with the last array.
+
+    The allocator may keep a freed block of some MiB for later; a micro-batch's would be kept.
+    """
+    block = mmap.mmap(-1, max(1, nbytes))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(block, np.uint8)[:nbytes]

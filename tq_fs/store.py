@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tq_fs import fields as f
 from tq_fs import manifests
-from tq_fs.backends import LocalBackend
+from tq_fs.backends import LocalBackend, mapped
 from tq_fs.budget import ByteBudget
 from tq_fs.cache import ChunkCache
 from tq_fs.config import StoreConfig, folder_of
@@ -38,7 +39,7 @@ from tq_fs.hydrate import (
 )
 from tq_fs.keys import Incarnation, component
 from tq_fs.manifests import STORE_SCHEMA, Catalog, Mode, StoreDocument
-from tq_fs.memory import aligned_empty
+from tq_fs.memory import mapped_empty
 from tq_fs.plan import Range
 from tq_fs.reader import SegmentReader
 from tq_fs.session import Session
@@ -140,7 +141,7 @@ class Store:
         self._specs = tuple(fields)
         self._now_ns = now_ns
         self._read_only = read_only
-        self._sessions = 0
+        self._numbers = itertools.count(1)
         self._closing = ExitStack()
         with ExitStack() as opened:
             self._budget = ByteBudget(
@@ -183,8 +184,7 @@ class Store:
         if self._controller is not None:
             incarnation = self._controller.open_session(partition, session_id)
         else:
-            self._sessions += 1
-            incarnation = Incarnation(partition, session_id, f"{self._sessions:016x}")
+            incarnation = Incarnation(partition, session_id, f"{next(self._numbers):016x}")
         trajectory = Trajectory(incarnation, self._specs, mode)
         return Session(trajectory, self._writer, self._controller, self.config.store_id)
 
@@ -259,7 +259,7 @@ class Store:
         fields: Sequence[str] | None = None,
         layers: Range | None = None,
         tokens: Sequence[Range] | Range | None = None,
-        allocate: Allocate = aligned_empty,
+        allocate: Allocate = mapped_empty,
     ) -> MicroBatches:
         """Hydrate a shard lazily, one micro-batch ahead of its user.
 
@@ -324,6 +324,8 @@ class Store:
     def _open(self, root: Path, opened: ExitStack) -> StorageUnit | None:
         """Take the folder, read the manifests and make the parts that work on them."""
         config = self.config
+        if not self._read_only:
+            opened.callback(os.close, _lock(root))  # first, so that it is let go of last
         backend = LocalBackend(
             root,
             durability=config.durability,
@@ -332,8 +334,6 @@ class Store:
         )
         opened.callback(backend.close)
         opened.callback(self._writers.shutdown)  # before the backend goes
-        if not self._read_only:
-            opened.callback(os.close, _lock(root))
         epoch = _take(backend, config.store_id, read_only=self._read_only)
         catalog = Catalog(backend, config.store_id, cache_bytes=config.manifest_cache_bytes)
         unit = None
@@ -364,7 +364,9 @@ class Store:
 
 def _lock(root: Path) -> int:
     """Take a store's folder for writing, for as long as the descriptor returned is open."""
-    fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with mapped(str(root)):
+        root.mkdir(parents=True, exist_ok=True)
+        fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
