@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tq_fs.backends import mapped
+
 
 class Place(NamedTuple):
     """Where measurements are made.
@@ -39,7 +41,8 @@ def measuring_place(root: Path | None, nbytes: int) -> Iterator[Place]:
         Size of that file system.
     """
     if root is not None:
-        root.mkdir(parents=True, exist_ok=True)
+        with mapped(str(root)):
+            root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="tq-fs-bench-", dir=root) as folder:
             yield Place(Path(folder), f"folder {root}")
         return

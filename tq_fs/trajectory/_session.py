@@ -256,9 +256,11 @@ def _fixed(spec: FieldSpec, planned: PlannedStep) -> FieldSpec:
     return f.with_inner(spec, array)
 
 
+_TOKENS = FieldSpec(name="tokens", dtype="int32", stored="int32")
+
+
 def _token_ids(values: npt.ArrayLike, key: StepKey) -> Tokens:
-    spec = FieldSpec(name="tokens", dtype="int32", stored="int32")
-    array = f.coerce(spec, values if np.size(values) else np.empty(0, np.int32), str(key))
+    array = f.coerce(_TOKENS, values if np.size(values) else np.empty(0, np.int32), str(key))
     if array.ndim != 1:
         raise InvalidField(f"token ids of shape {list(array.shape)}", subject=str(key))
     return array

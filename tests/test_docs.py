@@ -1,0 +1,84 @@
+"""Every command and every piece of Python in the README and in docs/ is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+COMMAND = re.compile(r"`((?:tq-fs|python|make) [^`]+)`")
+# What makes a long command short; the last of two equal options counts.
+SHORTER = {"tq-fs bench step": "--tokens 64 --layers 4 --topk 2 --repeats 1 --root {tmp}"}
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    return [
+        (page.relative_to(ROOT).as_posix(), body)
+        for page in PAGES
+        for kind, body in FENCE.findall(page.read_text())
+        if kind == language
+    ]
+
+
+def commands() -> list[str]:
+    fenced = [
+        line.split("#")[0].strip() for _, body in blocks("bash") for line in body.splitlines()
+    ]
+    inline = [c for page in PAGES for c in COMMAND.findall(page.read_text())]
+    return sorted({c for c in [*fenced, *inline] if c})
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("python"))
+def test_python_in_the_documentation_runs(page: str, code: str, tmp_path: Path) -> None:
+    code = re.sub(r"file:///tmp/[\w-]+", f"file://{tmp_path}/store", code)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, f"{page}: {run.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands())
+def test_commands_in_the_documentation_run(command: str, tmp_path: Path) -> None:
+    line = command
+    for start, more in SHORTER.items():
+        if command.startswith(start):
+            line = f"{command} {more.format(tmp=tmp_path)}"
+    words = shlex.split(line)
+    if words[0] == "make":
+        words.insert(1, "--dry-run")  # CI runs `make test`, and `make demo` ends in a command below
+    elif words[0] == "tq-fs":
+        words = [sys.executable, "-m", "tq_fs.cli", *words[1:]]
+        if words[3:4] == ["demo"]:
+            words += ["--figure", str(tmp_path / "figure.png")]
+    elif words[0] == "python":
+        words[0] = sys.executable
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, f"{line}\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}"
+
+
+def test_the_two_commands_of_the_readme_are_what_the_makefile_runs() -> None:
+    text = (ROOT / "Makefile").read_text()
+    assert "tq-fs demo" in text
+    assert "tox run" in text
+    assert {"make demo", "make test"} <= set(commands())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_in_the_documentation_lead_somewhere(page: Path) -> None:
+    missing = [t for t in LINK.findall(page.read_text()) if not (page.parent / t).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_documentation_names_no_absent_file_of_the_project(page: Path) -> None:
+    named = re.findall(r"`((?:tq_fs|docs|tests|examples|benchmarks)/[\w./-]+)`", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
