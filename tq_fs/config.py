@@ -77,7 +77,8 @@ class StoreConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise InvalidConfig(f"{value!r} where an integer >= {low} belongs", subject=name)
-        if not isinstance(self.inflight_deadline_s, int | float) or self.inflight_deadline_s < 0:
+        deadline = self.inflight_deadline_s
+        if not isinstance(deadline, int | float) or not deadline >= 0:
             raise InvalidConfig(f"{self.inflight_deadline_s!r} s", subject="inflight_deadline_s")
         if not isinstance(self.checksum, bool):
             raise InvalidConfig(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tq_fs.errors import InvalidConfig, ReadOnlyStore
+from tq_fs.errors import InvalidConfig, ObjectExists, ReadOnlyStore, TqFsError
 from tq_fs.keys import Incarnation, SegmentRef
 from tq_fs.manifests import (
     MANIFEST_SCHEMA,
@@ -23,6 +24,8 @@ from tq_fs.steps import StepEntry
 from tq_fs.storage_unit import StorageUnit
 
 Released = dict[str, set[str]]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,6 @@ class Controller:
         self._epoch = epoch
         self._now_ns = now_ns
         self._lock = threading.Lock()
-        self._open: set[str] = set()
         self._released: dict[Incarnation, Released] = {}
 
     # ------------------------------------------------------------ sessions
@@ -78,9 +80,7 @@ class Controller:
         """Begin a new incarnation of a session id."""
         name = f"{self._now_ns():016x}{os.urandom(4).hex()}"
         incarnation = Incarnation(partition, session_id, name)
-        path = incarnation.path  # refuses ids that cannot be stored
-        with self._lock:
-            self._open.add(path)
+        _ = incarnation.path  # refuses ids that cannot be stored
         return incarnation
 
     def finalize(
@@ -117,18 +117,33 @@ class Controller:
             steps=tuple(s for s in steps if s.index in needed),
             segments=tuple(segments),
         )
-        self._catalog.publish(manifest)
+        self._publish(manifest)
         with self._lock:
             self._released[incarnation] = {c: set() for c in consumers}
-            self._open.discard(incarnation.path)
-        self._writable().clear_steps(incarnation, [s.index for s in steps if s.index not in needed])
+        self._clear_unneeded(incarnation, [s.index for s in steps if s.index not in needed])
         return manifest
+
+    def _publish(self, manifest: SessionManifest) -> None:
+        """Write a manifest, or leave none behind: the session can then be finalized again."""
+        try:
+            self._catalog.publish(manifest)
+        except ObjectExists:
+            raise
+        except BaseException:
+            self._catalog.drop(manifest.incarnation)
+            raise
+
+    def _clear_unneeded(self, incarnation: Incarnation, indexes: Sequence[int]) -> None:
+        try:
+            self._writable().clear_steps(incarnation, indexes)
+        except TqFsError:
+            _log.warning(
+                "Steps %s of %s are left to the next sweep", indexes, incarnation, exc_info=True
+            )
 
     def discard(self, incarnation: Incarnation) -> None:
         """Delete all that an open session has written; idempotent."""
         self._writable().clear_incarnation(incarnation.path)
-        with self._lock:
-            self._open.discard(incarnation.path)
 
     # ------------------------------------------------------------ references
 
@@ -184,7 +199,8 @@ class Controller:
         self._catalog.check_store(refs[0])
         with self._lock:
             released = self._released.get(incarnation)
-            if released is None:
+            manifest = self._catalog.manifest(incarnation) if released is not None else None
+            if released is None or manifest is None:
                 return 0  # all of the session was released before
             for ref in refs:
                 self._catalog.resolve(ref)
@@ -197,7 +213,11 @@ class Controller:
             before = _done(released)
             self._note(incarnation, released, consumer, {f"{r.view}/{r.index}" for r in refs})
             after = _done(released)
-        return self._collect(unit, incarnation, before, after)
+            if _all(manifest, after):
+                del self._released[incarnation]  # the last one: nobody writes its state again
+        gone = _needed(manifest, before) - _needed(manifest, after)
+        self._delete(unit, manifest, gone, after)
+        return len(gone)
 
     def _note(
         self, incarnation: Incarnation, released: Released, consumer: str, names: set[str]
@@ -212,21 +232,14 @@ class Controller:
         self._catalog.put_state(incarnation, state)
         released[consumer] = wanted[consumer]
 
-    def _collect(
-        self, unit: StorageUnit, incarnation: Incarnation, before: set[str], after: set[str]
-    ) -> int:
-        """Delete the Steps that only Segments released by all consumers refer to."""
-        manifest = self._catalog.manifest(incarnation)
-        if manifest is None:
-            return 0
-        gone = _needed(manifest, before) - _needed(manifest, after)
-        unit.clear_steps(incarnation, sorted(gone))
-        if len(after) == len(manifest.segments):
-            unit.clear_incarnation(incarnation.path)
-            self._catalog.drop(incarnation)
-            with self._lock:
-                self._released.pop(incarnation, None)
-        return len(gone)
+    def _delete(
+        self, unit: StorageUnit, manifest: SessionManifest, gone: set[int], done: set[str]
+    ) -> None:
+        """Delete Steps, and the manifest after them once every Segment is done with."""
+        unit.clear_steps(manifest.incarnation, sorted(gone))
+        if _all(manifest, done):
+            unit.clear_incarnation(manifest.incarnation.path)
+            self._catalog.drop(manifest.incarnation)
 
     # ------------------------------------------------------------ start
 
@@ -242,11 +255,11 @@ class Controller:
             where = manifest.incarnation
             finalized.add(where.path)
             done = _done(released)
-            keep = _needed(manifest, done)
-            stray = [i for i in unit.steps(where.path) if i not in keep]
-            unit.clear_steps(where, stray)
+            stray = set(unit.steps(where.path)) - _needed(manifest, done)
             steps += len(stray)
-            self._collect(unit, where, done, done)
+            if _all(manifest, done):
+                del self._released[where]
+            self._delete(unit, manifest, stray, done)
         orphans = [path for path in unit.incarnations() if path not in finalized]
         for path in orphans:
             steps += len(unit.steps(path))
@@ -288,6 +301,10 @@ def _pending(segment: SegmentEntry, released: Released, consumer: str | None) ->
 def _done(released: Released) -> set[str]:
     """Return the Segments that every consumer has released."""
     return set.intersection(*released.values()) if released else set()
+
+
+def _all(manifest: SessionManifest, done: set[str]) -> bool:
+    return len(done) == len(manifest.segments)
 
 
 def _needed(manifest: SessionManifest, done: set[str]) -> set[int]:

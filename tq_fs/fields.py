@@ -32,6 +32,10 @@ Rows = Literal["tokens", "transitions"]
 LOGPROBS = "logprobs"
 ROUTED_EXPERTS = "routed_experts"
 UNKNOWN = -1
+_MEMORY_TYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
 _NARROW_TYPES = ("uint8", "uint16", "int32")
 _BLOCK_ELEMENTS = 131072  # 512 KiB of int32: check and copy meet the block in the L2 cache
 
@@ -57,6 +61,8 @@ class FieldSpec:
         Ids are below this (the expert count), where it is known.
     unknown
         Whether -1 is legal and means "not known".
+    layered
+        Whether the first axis of a row is layers, which readers select from.
     context_fill
         Value of rows the engine does not report (logprobs of context tokens).
     codec
@@ -70,6 +76,7 @@ class FieldSpec:
     stored: str = "auto"
     limit: int | None = None
     unknown: bool = False
+    layered: bool = False
     context_fill: float | None = None
     codec: str = "auto"
 
@@ -79,8 +86,16 @@ class FieldSpec:
             raise InvalidConfig(
                 "a field's name is an identifier that does not end in _unknown", subject=self.name
             )
-        if np.dtype(self.dtype).kind not in "biuf":
-            raise InvalidConfig(f"{self.dtype} is no numeric type", subject=self.name)
+        if self.dtype not in _MEMORY_TYPES:
+            raise InvalidConfig(
+                f"{self.dtype!r} is no type of a field",
+                subject=self.name,
+                remedy=f"known are {', '.join(_MEMORY_TYPES)}",
+            )
+        if self.layered and self.inner == ():
+            raise InvalidConfig("rows without an axis have no layers", subject=self.name)
+        if self.limit is not None and self.limit < 1:
+            raise InvalidConfig(f"no id is below {self.limit}", subject=self.name)
         if self.inner is not None and any(n < 1 for n in self.inner):
             raise InvalidConfig(f"rows of shape {list(self.inner)} hold nothing", subject=self.name)
         if self.codec not in ("auto", "none", "lz4", "zstd"):
@@ -156,6 +171,7 @@ def routed_experts(
         stored=stored,
         limit=experts,
         unknown=True,
+        layered=True,
         codec=codec,
     )
 
@@ -180,7 +196,7 @@ def routed_experts_of_model(
         The configuration describes no mixture of experts.
     """
     values = _read_model_config(config)
-    values = values.get("text_config", values)
+    values = values.get("text_config") or values
     experts = _first(values, "num_experts", "n_routed_experts", "num_local_experts")
     topk = _first(values, "num_experts_per_tok", "moe_topk", "moe_top_k")
     layers = _first(values, "num_hidden_layers")
@@ -214,13 +230,17 @@ def _first(values: Mapping[str, Any], *names: str) -> int:
 
 
 def _is_moe_layer(values: Mapping[str, Any], index: int) -> bool:
-    """Tell whether layer `index` routes, by the keys Qwen, DeepSeek and GLM use."""
+    """Tell whether layer `index` routes, by the keys of Qwen, DeepSeek, GLM and MiniMax."""
     if index in (values.get("mlp_only_layers") or ()):
         return False
     if index < int(values.get("first_k_dense_replace") or 0):
         return False
-    every = int(values.get("decoder_sparse_step") or values.get("moe_layer_freq") or 1)
-    return (index + 1) % every == 0
+    every = values.get("moe_layer_freq") or 1
+    if isinstance(every, list):
+        return bool(every[index])
+    if index % int(every):
+        return False
+    return (index + 1) % int(values.get("decoder_sparse_step") or 1) == 0
 
 
 def select(specs: Sequence[FieldSpec], names: Iterable[str] | None) -> frozenset[str]:
@@ -267,8 +287,9 @@ def coerce(spec: FieldSpec, values: npt.ArrayLike, subject: str = "") -> Array:
         array = np.asarray(values)
     except ValueError as error:
         raise InvalidField(f"rows differ in shape ({error})", subject=about) from error
-    if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(want)  # an empty list has no type of its own
+    if array.size == 0 and array.dtype.kind == "f":  # an empty list, of no type or width
+        shape = (0, *(spec.inner or ())) if array.ndim == 1 else array.shape
+        array = np.empty(shape, want)
     kinds = "f" if want.kind == "f" else "iu" if want.kind in "iu" else want.kind
     if array.dtype.kind not in (kinds + "iu" if kinds == "f" else kinds):
         raise InvalidField(f"{array.dtype} values where {want} ones are expected", subject=about)
@@ -331,7 +352,11 @@ def stored_type(spec: FieldSpec, array: Array) -> str:
         return spec.dtype if spec.stored == "auto" else spec.stored
     if spec.limit is not None:
         return narrowest(spec.limit - 1)
-    return narrowest(int(array.max())) if array.size else _NARROW_TYPES[0]
+    if not array.size:
+        return _NARROW_TYPES[0]
+    if not spec.unknown and int(array.min()) < 0:
+        return "int32"
+    return narrowest(int(array.max()))
 
 
 def id_bound(spec: FieldSpec, stored: str) -> int:
@@ -390,7 +415,8 @@ def split_unknown(spec: FieldSpec, array: Array, bound: int, subject: str) -> tu
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise ValueOutOfRange(
-            f"id {array[at]} at {_place(at)} is not in [0, {bound})",
+            f"id {array[at]} at {_place(at)} is not in [0, {bound}), the range of "
+            f"{narrowest(bound - 1)}{'' if spec.limit != bound else ' and of the experts'}",
             subject=f"{subject}, {spec.name}",
             remedy="check the model's expert count, or store a wider type",
         )

@@ -219,6 +219,11 @@ def _room(shape: _Shape, arena: Arena | None) -> Array:
 
 def _rows(spec: FieldSpec, sample: Sample, tokens: tuple[Range, ...] | None) -> tuple[Range, ...]:
     """Return which rows of the Segment's field a sample takes."""
+    if not 0 <= sample.response_length <= sample.tokens:
+        raise InvalidSelection(
+            f"a response of {sample.response_length} in a sample of {sample.tokens} tokens",
+            subject=str(sample.ref),
+        )
     low, high = 0, max(0, sample.tokens - 1) if spec.rows == "transitions" else sample.tokens
     if spec.name == LOGPROBS:
         low = sample.tokens - sample.response_length
@@ -246,9 +251,14 @@ def _shape(
             )
         return selection(resolved, spec.name, rows, layers)
     array = sample.arrays.get(spec.name)
+    if array is not None and sample.tokens > len(array) + (spec.rows == "transitions"):
+        raise InvalidSelection(
+            f"the sample has {sample.tokens} tokens, its {spec.name} {len(array)} rows",
+            subject=str(sample.ref),
+        )
     inner = spec.inner if array is None else array.shape[1:]
     assert inner is not None
-    if inner and layers is not None:
+    if spec.layered and layers is not None:
         if not 0 <= layers[0] <= layers[1] <= inner[0]:
             raise InvalidSelection(
                 f"[{layers[0]}, {layers[1]}) does not lie in [0, {inner[0]})",
@@ -259,7 +269,7 @@ def _shape(
 
 
 def _copy_resident(source: Array, shape: _Shape, layers: Range | None, target: Array) -> None:
-    if source.ndim > 1 and layers is not None:
+    if shape.spec.layered and layers is not None:
         source = source[:, layers[0] : layers[1]]
     at = 0
     for start, stop in shape.rows:

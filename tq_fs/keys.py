@@ -6,8 +6,8 @@ POSIX file systems and in S3 keys:
 * ``A-Z a-z 0-9 - .`` stand for themselves (a leading dot does not);
 * ``_`` is written ``__``, every other byte of the UTF-8 form ``_xx`` in lower-case hex;
 * the empty id is a lone ``_``;
-* where that is longer than 200 bytes: 64 bytes of it, ``_h`` and the SHA-256 of the id. The id
-  itself then stands in the metadata (manifest and Step attributes).
+* where that is longer than 200 bytes: up to 64 bytes of it, ``_h`` and the SHA-256 of the id. The
+  id itself then stands in the metadata (manifest and Step attributes).
 
 The three forms after ``_`` cannot be mistaken for each other, so the encoding is unique.
 """
@@ -26,6 +26,8 @@ MAX_COMPONENT_BYTES = 200
 _KEPT_OF_LONG = 64
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-.")
 _ESCAPES = re.compile(r"_(?:_|[0-9a-f]{2})")
+_ESCAPED = re.compile(r"(?:[^_]|__|_[0-9a-f]{2})*")  # up to where an escape is cut
+_INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 _SCHEME = "tqfs1"
 
 
@@ -74,14 +76,14 @@ def unescape(component: str) -> str:
         return ""
     out = bytearray()
     at = 0
-    for match in _ESCAPES.finditer(component):
-        out += component[at : match.start()].encode()
-        out += b"_" if match[0] == "__" else bytes.fromhex(match[0][1:])
-        at = match.end()
-    out += component[at:].encode()
     try:
+        for match in _ESCAPES.finditer(component):
+            out += component[at : match.start()].encode()
+            out += b"_" if match[0] == "__" else bytes.fromhex(match[0][1:])
+            at = match.end()
+        out += component[at:].encode()
         text = out.decode()
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise InvalidKey("not an encoded id", subject=component) from error
     if escape(text) != component:
         raise InvalidKey("not an encoded id", subject=component)
@@ -94,7 +96,9 @@ def component(text: str) -> str:
     full = escape(text)
     if len(full) <= MAX_COMPONENT_BYTES:
         return full
-    return f"{full[:_KEPT_OF_LONG]}_h{hashlib.sha256(text.encode()).hexdigest()}"
+    kept = _ESCAPED.match(full, 0, _KEPT_OF_LONG)
+    assert kept is not None
+    return f"{kept[0]}_h{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -185,7 +189,7 @@ class SegmentRef:
         """
         scheme, _, body = text.partition(":") if isinstance(text, str) else ("", "", "")
         parts = body.split("/")
-        if scheme != _SCHEME or len(parts) != 6 or not parts[5].isascii() or not parts[5].isdigit():
+        if scheme != _SCHEME or len(parts) != 6 or not _INDEX.fullmatch(parts[5]):
             raise InvalidKey(
                 f"not a reference of the form {_SCHEME}:store/partition/session/incarnation/view/n",
                 subject=repr(text)[:120],

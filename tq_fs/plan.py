@@ -206,7 +206,7 @@ def _array_read(
     entry = segment.steps[step]
     array = entry.fields[field]
     layout = array.layout
-    if len(array.shape) < 2:
+    if not array.layered:
         layers = None
     spans = _WHOLE if layout.chunks == 1 else tuple(_spans(array, layout, copies, layers))
     return ArrayRead(

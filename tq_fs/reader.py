@@ -155,9 +155,9 @@ class SegmentReader:
         shape, dtype = selection(segment, field, rows[1] - rows[0], layers)
         if out is None:
             out = np.empty(shape, dtype)
-        elif out.shape != shape or out.dtype != dtype:
+        elif out.shape != shape or out.dtype != dtype or not out.flags.writeable:
             raise InvalidField(
-                f"is {out.dtype} {list(out.shape)}, {dtype} {list(shape)} is needed",
+                f"is {out.dtype} {list(out.shape)}, a writable {dtype} {list(shape)} is needed",
                 subject="destination",
             )
         self.fetch([Read(segment, field, (rows,), out)], layers=layers)
@@ -295,7 +295,7 @@ def selection(
     step = segment.segment.fields[field][0].step
     entry = segment.steps[step].fields[field]
     inner = entry.shape[1:]
-    if inner and layers is not None:
+    if entry.layered and layers is not None:
         first, last = clip(layers, inner[0], f"{segment.ref}, layers of {field}")
         inner = (last - first, *inner[1:])
     return (rows, *inner), np.dtype(entry.memory)
@@ -309,9 +309,22 @@ def _fill(
     except ObjectShort as error:
         raise ObjectShort(
             f"{error.subject} {error.problem}",
-            subject=read.subject(position),
+            subject=read.subject(_first_short(read, position, source)),
             remedy=error.remedy,
         ) from error
+
+
+def _first_short(read: ArrayRead, position: int, source: ObjectReader) -> int:
+    """Return the first chunk from `position` on that the object does not hold whole."""
+    sizes = read.entry.sizes
+    offsets = read.layout.offsets(sizes)
+    for chunk in range(position, read.layout.chunks - 1):
+        end = offsets[chunk] + read.layout.stored_nbytes(chunk, sizes)
+        try:
+            source.readinto((bytearray(1),), end - 1)
+        except ObjectShort:
+            return chunk
+    return read.layout.chunks - 1
 
 
 def _read_chunks(

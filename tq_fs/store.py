@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from tq_fs.errors import (
     InvalidConfig,
     ObjectMissing,
     ReadOnlyStore,
+    SessionClosed,
     StoreBusy,
     WrongStore,
 )
@@ -142,6 +142,7 @@ class Store:
         self._now_ns = now_ns
         self._read_only = read_only
         self._numbers = itertools.count(1)
+        self._closed = False
         self._closing = ExitStack()
         with ExitStack() as opened:
             self._budget = ByteBudget(
@@ -177,6 +178,7 @@ class Store:
             ``tito``: an append Step holds its own tokens. ``snapshot``: every Step holds the whole
             sequence.
         """
+        self._check_open()
         if self._read_only:
             raise ReadOnlyStore(
                 "is open for reading only", subject=f"store {self.config.store_id!r}"
@@ -200,6 +202,7 @@ class Store:
         partition
             Only of this partition.
         """
+        self._check_open()
         if self._controller is None:
             return iter(())
         return self._controller.unreleased(consumer, partition)
@@ -210,6 +213,7 @@ class Store:
         Idempotent. Comes after the barrier of all ranks that read them, and best after the model
         checkpoint that used them is saved.
         """
+        self._check_open()
         if self._controller is None:
             return 0
         return self._controller.release(_refs(refs), consumer)
@@ -247,6 +251,7 @@ class Store:
         ------
         StaleReference, SegmentMissing, StepMissing, ChunkCorrupt, ObjectShort, InvalidSelection
         """
+        self._check_open()
         select = _selection(fields, layers, tokens)
         return self._hydrator.tensors(self._samples(samples), select)
 
@@ -272,6 +277,7 @@ class Store:
         allocate
             Gives the blocks' memory: a uint8 array of so many bytes.
         """
+        self._check_open()
         select = _selection(fields, layers, tokens)
         chosen = self._samples(samples)
         if (size is None) == (budget_bytes is None):
@@ -306,7 +312,12 @@ class Store:
 
         Sessions that were not finalized are swept when the store is opened again.
         """
+        self._closed = True
         self._closing.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionClosed("was closed", subject=f"store {self.config.store_id!r}")
 
     def __enter__(self) -> Store:
         """Return the store."""
@@ -344,14 +355,14 @@ class Store:
         if unit is None:
             self._controller.load()
         else:
-            left = backend.sweep()
-            swept = self._controller.recover()
-            self.swept = replace(swept, steps=swept.steps + left)
+            backend.sweep()
+            self.swept = self._controller.recover()
         pool = None
         if config.reader_threads > 1:
             pool = opened.enter_context(
                 ThreadPoolExecutor(config.reader_threads - 1, "tq-fs-reader")
             )
+        opened.callback(self._ahead.shutdown)  # before what it reads with goes
         self.reader = SegmentReader(
             self._controller.resolve,
             {UNIT: backend},

@@ -110,11 +110,14 @@ class BackendSuite:
     # ------------------------------------------------------------ publish
 
     def test_published_members_are_readable(self, backend: Backend) -> None:
-        """What was published comes back, member by member."""
-        backend.publish("a/group", MEMBERS)
-        assert tree(backend) == ["a/group/part/data", "a/group/zarr.json"]
-        assert backend.get("a/group/part/data") == b"0123456789"
-        assert read(backend, "a/group/zarr.json", 2) == b"{}"
+        """What was published comes back, member by member, whatever their order."""
+        for order in (MEMBERS, dict(reversed(MEMBERS.items()))):
+            for _ in range(4):  # a backend may do more for shapes that come again
+                backend.publish("a/group", order)
+                assert tree(backend) == ["a/group/part/data", "a/group/zarr.json"]
+                assert backend.get("a/group/part/data") == b"0123456789"
+                assert read(backend, "a/group/zarr.json", 2) == b"{}"
+                backend.delete("a/group")
 
     @pytest.mark.parametrize(
         "buffers",

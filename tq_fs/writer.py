@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
 from tq_fs.budget import ByteBudget
-from tq_fs.errors import ObjectExists, TqFsError
+from tq_fs.errors import ObjectExists, SessionClosed, TqFsError
 from tq_fs.fields import FieldSpec
 from tq_fs.steps import FieldArray
 from tq_fs.storage_unit import StorageUnit
@@ -80,8 +80,10 @@ class StepWriter:
             future = self._pool.submit(
                 _put_and_commit, self._unit, trajectory, planned, arrays, kept
             )
-        except BaseException:
+        except BaseException as error:
             self._budget.release(nbytes)
+            if isinstance(error, RuntimeError):  # how a pool says that it was shut down
+                raise SessionClosed("its store was closed", subject=str(planned.key)) from error
             raise
         future.add_done_callback(lambda _: self._budget.release(nbytes))
         return future

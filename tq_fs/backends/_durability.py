@@ -42,20 +42,26 @@ def sync_file_system(fd: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
+class _Round:
+    """One sync, begun or not; those who wait for it hold on to it."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.error: OSError | None = None
+
+
 class GroupSync:
     """One ``syncfs`` for all writers that wait at the same time.
 
     The first to come leads and syncs; those that come while it does wait for the next round,
-    because their writes may have missed this one.
+    because their writes may have missed this one. One of them leads that.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._turn = threading.Condition()
         self._running = False
-        self._started = 0
-        self._finished = 0
-        self._failed: dict[int, OSError] = {}
+        self._next = _Round()
 
     def wait(self) -> None:
         """Return once a sync that began after this call has ended.
@@ -66,29 +72,25 @@ class GroupSync:
             That sync failed; nothing may be acknowledged on it.
         """
         with self._turn:
-            mine = self._started + 1
-            while self._running and self._finished < mine:
+            mine = self._next
+            while self._running and not mine.ended:
                 self._turn.wait()
-            if self._finished >= mine:
-                self._raise_failure(mine)
-                return
-            self._running = True
-            self._started = mine
-        self._lead(mine)
+            leads = not mine.ended
+            if leads:
+                self._running = True
+                self._next = _Round()
+        if leads:
+            self._lead(mine)
+        if mine.error is not None:
+            raise OSError(mine.error.errno, mine.error.strerror) from mine.error
 
-    def _lead(self, mine: int) -> None:
+    def _lead(self, mine: _Round) -> None:
         try:
             sync_file_system(self._fd)
         except OSError as error:
-            self._failed = {mine: error}
-            raise
+            mine.error = error
         finally:
             with self._turn:
                 self._running = False
-                self._finished = mine
+                mine.ended = True
                 self._turn.notify_all()
-
-    def _raise_failure(self, mine: int) -> None:
-        error = self._failed.get(mine)
-        if error is not None:
-            raise OSError(error.errno, error.strerror) from error

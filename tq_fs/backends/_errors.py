@@ -6,11 +6,18 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tq_fs.errors import ObjectMissing, StorageDenied, StorageFailed, StorageFull, TqFsError
+from tq_fs.errors import (
+    InvalidKey,
+    ObjectMissing,
+    StorageDenied,
+    StorageFailed,
+    StorageFull,
+    TqFsError,
+)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_MISSING = {errno.ENOENT, errno.ENOTDIR}
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}  # a prefix is no object
 
 
 def translate(error: OSError, subject: str) -> TqFsError:
@@ -24,9 +31,22 @@ def translate(error: OSError, subject: str) -> TqFsError:
         )
     if error.errno in _DENIED:
         return StorageDenied(text, subject=subject, remedy="check owner, mode and mount options")
+    if error.errno == errno.ENAMETOOLONG:
+        return InvalidKey(text, subject=subject, remedy="use a shorter folder or ids")
     if error.errno in _MISSING:
         return ObjectMissing("no such object", subject=subject)
     return StorageFailed(f"{text} (errno {error.errno})", subject=subject)
+
+
+def check_key(key: str) -> None:
+    """Refuse a key that could lead out of a backend or into its own folders.
+
+    Raises
+    ------
+    InvalidKey
+    """
+    if key[:1] in ("", ".", "/") or "/." in key or "//" in key or key[-1] == "/" or "\0" in key:
+        raise InvalidKey("not a key of a backend", subject=repr(key)[:200])
 
 
 @contextmanager

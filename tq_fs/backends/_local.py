@@ -6,18 +6,20 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tq_fs.backends._base import Buffer
 from tq_fs.backends._durability import Durability, GroupSync, check_durability
-from tq_fs.backends._errors import mapped, translate
+from tq_fs.backends._errors import check_key, mapped, translate
 from tq_fs.backends._staging import Staged, Staging, folders_of
-from tq_fs.errors import InvalidKey, ObjectExists, ObjectMissing, ObjectShort
+from tq_fs.errors import ObjectExists, ObjectMissing, ObjectShort, ReadOnlyStore
 
 STAGING = ".staging"
 _MOST_BUFFERS = 1024  # IOV_MAX on Linux
 _COMPARE_BYTES = 1024 * 1024
 _RACES = 16
+_PRUNED_DEPTH = 4  # as deep as groups have parents
 _READ = os.O_RDONLY | os.O_CLOEXEC
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -77,6 +79,7 @@ class LocalBackend:
         self._read_only = read_only
         self._at = at
         self._fds: list[int] = []
+        self._stage = -1
         with mapped(str(self.root)):
             if not read_only:
                 (self.root / STAGING).mkdir(parents=True, exist_ok=True)
@@ -95,7 +98,8 @@ class LocalBackend:
 
     def publish(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
         """Make all members readable under `prefix` at once; see the protocol."""
-        _check(prefix)
+        check_key(prefix)
+        self._check_writable()
         try:
             staged = self._staging.take(members)
             try:
@@ -107,16 +111,16 @@ class LocalBackend:
             if not published:
                 self._staging.drop(staged)
                 self._accept_equal(prefix, members)
-                return
             self._at("renamed")
-            self._settle(prefix)
+            self._settle(prefix)  # a lost acknowledgement may have been one that never came
         except OSError as error:
             raise translate(error, self._name(prefix)) from error
         self._at("acknowledged")
 
     def put(self, key: str, data: bytes) -> None:
         """Write one small object whole, replacing what was there at once."""
-        _check(key)
+        check_key(key)
+        self._check_writable()
         with mapped(self._name(key)):
             name = self._staging.name()
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -153,7 +157,8 @@ class LocalBackend:
                 os.rename(name, key, src_dir_fd=self._stage, dst_dir_fd=self._root)
             except FileNotFoundError:
                 # First of its session, or a delete removed the empty parent a moment ago.
-                self._make_parents(parent)
+                with suppress(FileNotFoundError):
+                    self._make_parents(parent)
             except (FileExistsError, IsADirectoryError, NotADirectoryError):
                 return False
             except OSError as error:
@@ -183,27 +188,33 @@ class LocalBackend:
             self._group_sync.wait()
 
     def _accept_equal(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
-        for member, buffers in members.items():
-            if not self._holds(f"{prefix}/{member}", buffers):
-                raise ObjectExists(
-                    f"is taken by other content (differs in {member})",
-                    subject=self._name(prefix),
-                    remedy="Steps are written once: use a new Step index or session incarnation",
-                )
+        """Let a repeated write pass; refuse one of other content."""
+        differs = set(members) ^ set(self._files_below(prefix))
+        differs |= {m for m in members if m not in differs and not self._holds(prefix, m, members)}
+        if differs:
+            raise ObjectExists(
+                f"is taken by other content (differs in {min(differs)})",
+                subject=self._name(prefix),
+                remedy="Steps are written once: use a new Step index or session incarnation",
+            )
 
-    def _holds(self, key: str, buffers: Sequence[Buffer]) -> bool:
+    def _files_below(self, prefix: str) -> Iterator[str]:
+        root = self.root / prefix
+        for folder, _, names in os.walk(root):
+            for name in names:
+                yield Path(folder, name).relative_to(root).as_posix()
+
+    def _holds(self, prefix: str, member: str, members: Mapping[str, Sequence[Buffer]]) -> bool:
+        key = f"{prefix}/{member}"
         try:
             with self.open(key) as there:
                 offset = 0
-                for buffer in buffers:
-                    view = memoryview(buffer).cast("B")
-                    for start in range(0, len(view), _COMPARE_BYTES):
-                        want = view[start : start + _COMPARE_BYTES]
-                        have = bytearray(len(want))
-                        there.readinto([have], offset)
-                        if have != want:
-                            return False
-                        offset += len(want)
+                for part in _parts(members[member]):
+                    have = bytearray(len(part))
+                    there.readinto([have], offset)
+                    if have != part:
+                        return False
+                    offset += len(part)
             return os.stat(key, dir_fd=self._root).st_size == offset
         except (ObjectMissing, ObjectShort):
             return False
@@ -212,7 +223,7 @@ class LocalBackend:
 
     def open(self, key: str) -> LocalObject:
         """Open an object for ranged reads."""
-        _check(key)
+        check_key(key)
         try:
             return LocalObject(os.open(key, _READ, dir_fd=self._root), self, key)
         except OSError as error:
@@ -220,16 +231,18 @@ class LocalBackend:
 
     def get(self, key: str) -> bytes:
         """Return a small object."""
-        _check(key)
+        check_key(key)
         with mapped(self._name(key)):
             fd = os.open(key, _READ, dir_fd=self._root)
-            with os.fdopen(fd, "rb", buffering=0) as file:
-                return file.readall()
+            try:
+                return b"".join(iter(lambda: os.read(fd, _COMPARE_BYTES), b""))
+            finally:
+                os.close(fd)
 
     def list(self, prefix: str) -> Iterator[str]:
         """Yield the names right below `prefix`, sorted."""
         if prefix:
-            _check(prefix)
+            check_key(prefix)
         try:
             fd = os.open(prefix or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
         except (FileNotFoundError, NotADirectoryError):
@@ -246,7 +259,8 @@ class LocalBackend:
 
     def delete(self, prefix: str) -> bool:
         """Remove an object or everything below a prefix; at once, as a reader sees it."""
-        _check(prefix)
+        check_key(prefix)
+        self._check_writable()
         with mapped(self._name(prefix)):
             trash = self._staging.name()
             try:
@@ -266,7 +280,21 @@ class LocalBackend:
         left = os.listdir(self.root / STAGING)
         for name in left:
             self._discard(name)
+        self._prune_all()
         return len(left)
+
+    def _prune_all(self) -> None:
+        """Remove folders that a delete emptied and did not come to remove."""
+        seen = []
+        for folder, names, _ in os.walk(self.root):
+            depth = len(Path(folder).relative_to(self.root).parts)
+            if depth >= _PRUNED_DEPTH:
+                names.clear()
+            if depth > 1:
+                seen.append(folder)
+        for folder in reversed(seen):
+            with suppress(OSError):  # not empty
+                os.rmdir(folder)
 
     def _discard(self, name: str) -> None:
         path = self.root / STAGING / name
@@ -296,24 +324,18 @@ class LocalBackend:
             self._staging.close()
         while self._fds:
             os.close(self._fds.pop())
+        self._root = self._stage = -1  # the numbers will be somebody else's
 
     def _keep(self, fd: int) -> int:
         self._fds.append(fd)
         return fd
 
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise ReadOnlyStore("is open for reading only", subject=str(self.root))
+
     def _name(self, key: str) -> str:
         return f"{self.root}/{key}"
-
-
-def _check(key: str) -> None:
-    """Refuse a key that could lead out of the backend or into its own folders.
-
-    Raises
-    ------
-    InvalidKey
-    """
-    if key[:1] in ("", ".", "/") or "/." in key or "//" in key or key[-1] == "/" or "\0" in key:
-        raise InvalidKey("not a key of a backend", subject=repr(key)[:200])
 
 
 class LocalObject:
@@ -329,14 +351,17 @@ class LocalObject:
     def readinto(self, buffers: Sequence[Buffer], offset: int) -> None:
         """Fill `buffers` with the file's bytes from `offset`; see the protocol."""
         many = len(buffers) > _MOST_BUFFERS
-        have = os.preadv(self._fd, buffers[:_MOST_BUFFERS] if many else buffers, offset)
         want = _nbytes(buffers[0]) if len(buffers) == 1 else sum(map(_nbytes, buffers))
-        if have != want:
-            self._read_rest(buffers, offset, have, want)
+        try:
+            have = os.preadv(self._fd, buffers[:_MOST_BUFFERS] if many else buffers, offset)
+            if have != want:
+                self._read_rest(buffers, offset, have, want)
+        except OSError as error:
+            raise translate(error, f"{self._backend.root}/{self._key}") from error
 
     def _read_rest(self, buffers: Sequence[Buffer], offset: int, have: int, want: int) -> None:
         """Go on after a short read: a signal, more buffers than one call takes, or the end."""
-        rest = [memoryview(b).cast("B") for b in buffers]
+        rest = _views(buffers)
         done = have
         while have and done < want:
             rest = _after(rest, have)
@@ -344,7 +369,7 @@ class LocalObject:
             done += have
         if done < want:
             raise ObjectShort(
-                f"ends at byte {offset + done}, {offset + want} are needed",
+                f"has {os.fstat(self._fd).st_size} bytes, {offset + want} are needed",
                 subject=f"{self._backend.root}/{self._key}",
                 remedy="the file was cut: restore the Step or discard its session",
             )
@@ -385,9 +410,20 @@ def _write(fd: int, buffers: Sequence[Buffer], sync: Callable[[int], None] | Non
 
 
 def _write_rest(fd: int, buffers: Sequence[Buffer], have: int) -> None:
-    rest = _after([memoryview(b).cast("B") for b in buffers], have)
+    rest = _after(_views(buffers), have)
     while rest:
         rest = _after(rest, os.writev(fd, rest[:_MOST_BUFFERS]))
+
+
+def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
+    """Return buffers as bytes; empty ones, which have no such view, are left out."""
+    return [memoryview(b).cast("B") for b in buffers if _nbytes(b)]
+
+
+def _parts(buffers: Sequence[Buffer]) -> Iterator[memoryview]:
+    for view in _views(buffers):
+        for start in range(0, len(view), _COMPARE_BYTES):
+            yield view[start : start + _COMPARE_BYTES]
 
 
 def _after(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:

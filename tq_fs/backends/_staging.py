@@ -17,6 +17,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from tq_fs.backends._errors import check_key
+
 _SHAPES = 3
 _SHARE = 4  # of the process's descriptors, for one shape
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -92,6 +94,8 @@ class Staging:
 
     def make(self, shape: tuple[str, ...]) -> Staged:
         """Make an empty group now, and nothing if that fails."""
+        for member in shape:
+            check_key(member)
         staged = Staged(self.name(), shape, deque())
         os.mkdir(staged.name, dir_fd=self._folder)
         try:
@@ -111,7 +115,7 @@ class Staging:
             os.close(staged.fds.popleft())
         for member in staged.shape:
             self._quietly(os.unlink, f"{staged.name}/{member}")
-        for folder in folders_of(staged.shape):
+        for folder in reversed(folders_of(staged.shape)):
             self._quietly(os.rmdir, f"{staged.name}/{folder}")
         self._quietly(os.rmdir, staged.name)
 
@@ -163,7 +167,7 @@ class Staging:
                 self._fill(pool)
 
     def _fill(self, pool: _Pool) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE // len(pool.shape)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE // max(1, len(pool.shape))
         most = min(self._ahead, limit)
         while pool.taken > 1 and len(pool.ready) < most and not self._closed:
             try:
@@ -180,5 +184,9 @@ class Staging:
 
 
 def folders_of(shape: Iterable[str]) -> list[str]:
-    """Return the folders of a group's members, each once."""
-    return [f for f in dict.fromkeys(os.path.dirname(m) for m in shape) if f]
+    """Return the folders of a group's members, each once and after the one that holds it."""
+    folders: dict[str, None] = {}
+    for member in shape:
+        parts = member.split("/")[:-1]
+        folders.update(dict.fromkeys("/".join(parts[: i + 1]) for i in range(len(parts))))
+    return list(folders)

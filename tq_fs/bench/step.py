@@ -19,6 +19,8 @@ from tq_fs.bench._read import parts, readers
 from tq_fs.bench._timing import Timings, Variant, interleave, runs_in
 from tq_fs.bench._write import Writers
 
+__all__ = ["Measured", "Shape", "StepBench", "document", "measure", "ratios", "show"]
+
 PART_TOKENS = 16384
 _DISK_BYTES = 6 * 1024**3
 _RUN_BYTES = 24 * 1024 * 1024

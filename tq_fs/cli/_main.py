@@ -117,12 +117,11 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _step(arguments: argparse.Namespace) -> int:
     from tq_fs.bench import step  # noqa: PLC0415  # only this command needs it
-    from tq_fs.bench._data import Shape  # noqa: PLC0415
 
     to_stdout = arguments.json == "-"
     console = Console(stderr=to_stdout)
     bench = step.StepBench(
-        shape=Shape(arguments.tokens, arguments.layers, arguments.topk, arguments.dtype),
+        shape=step.Shape(arguments.tokens, arguments.layers, arguments.topk, arguments.dtype),
         layer_groups=arguments.layer_groups,
         repeats=arguments.repeats,
         root=arguments.root,

@@ -36,6 +36,10 @@ def check_segment(segment: SegmentEntry, steps: Mapping[int, StepEntry], subject
             _check_place(fragment, at, about)
             _check_source(fragment, steps, field, about)
             at = fragment.target[1]
+        if at not in (segment.tokens, segment.tokens - 1):
+            raise InvalidSegment(
+                f"fragments end at row {at} of a Segment of {segment.tokens} tokens", subject=about
+            )
 
 
 def _check_place(fragment: Fragment, at: int, about: str) -> None:

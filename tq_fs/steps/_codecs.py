@@ -77,7 +77,10 @@ def decode(stored: Bytes, layout: ArrayLayout, scratch: Callable[[int], Bytes]) 
 def _decompress(stored: Bytes, layout: ArrayLayout, scratch: Callable[[int], Bytes]) -> Bytes:
     compressor = _compressor(layout.codec, layout.itemsize)
     if layout.codec == "lz4":
-        # A shorter chunk would leave old bytes behind it in the scratch buffer.
+        # Blosc believes its header: a lying one would have it read past the chunk, and a shorter
+        # chunk would leave old bytes behind it in the scratch buffer.
+        if int.from_bytes(stored[12:16].tobytes(), "little") != len(stored):
+            raise ValueError("the length in its header is not its own")
         size = int.from_bytes(stored[4:8].tobytes(), "little")  # the Blosc header's nbytes
         target = scratch(layout.chunk_nbytes)
         if size == len(target):

@@ -172,8 +172,9 @@ def form_of(spec: FieldSpec, values: Array, options: EncodeOptions) -> Form:
     """Return the form of a field's array."""
     dtype = f.stored_type(spec, values)
     codec = spec.codec if spec.codec != "auto" else default_codec(dtype)
+    groups = options.layer_groups if spec.layered else 1
     return _form(
-        spec.name, values.shape, dtype, spec.dtype, codec, options.checksum, options.layer_groups
+        spec.name, values.shape, dtype, spec.dtype, codec, options.checksum, spec.layered, groups
     )
 
 
@@ -192,13 +193,14 @@ def _form(
     memory: str,
     codec: str,
     checksum: bool,
+    layered: bool,
     layer_groups: int,
 ) -> Form:
     layout = layout_for(shape, dtype, codec, checksum=checksum, layer_groups=layer_groups)
-    return _form_of_layout(name, layout, memory)
+    return _form_of_layout(name, layout, memory, layered)
 
 
-def _form_of_layout(name: str, layout: ArrayLayout, memory: str) -> Form:
+def _form_of_layout(name: str, layout: ArrayLayout, memory: str, layered: bool) -> Form:
     index = _shard_index(layout, None) if layout.sharded else b""
     entry = ArrayEntry(
         shape=layout.shape,
@@ -207,6 +209,7 @@ def _form_of_layout(name: str, layout: ArrayLayout, memory: str) -> Form:
         chunk=layout.chunk,
         codec=layout.codec,  # type: ignore[arg-type]
         checksum=layout.checksum,
+        layered=layered,
         nbytes=layout.offsets(None)[-1] + len(index),
     )
     member = f"{name}/{layout.object_name}"
@@ -290,6 +293,8 @@ def _ids_plain(spec: FieldSpec, values: Array, dtype: str) -> bool:
     """Tell whether all ids can be stored as they are; -1 can, in the memory type."""
     if values.size == 0:
         return True
+    if not spec.unknown and spec.limit is None:
+        return True  # numbers, not ids
     low, high = int(values.min()), int(values.max())
     return high < f.id_bound(spec, dtype) and low >= (f.UNKNOWN if spec.unknown else 0)
 
@@ -355,7 +360,7 @@ def _note_unknown(
     if len(runs) <= _MAX_UNKNOWN_RUNS and not rows[~whole].any():
         return msgspec.structs.replace(entry, unknown=tuple(runs)), {}
     layout = known_layout(entry.shape, "uint8", entry.chunk, "lz4", checksum=entry.checksum)
-    form = _form_of_layout(name + MASK_SUFFIX, layout, "bool")
+    form = _form_of_layout(name + MASK_SUFFIX, layout, "bool", entry.layered)
     spec = FieldSpec(name="mask", dtype="uint8", stored="uint8")
     chunks = _chunks(spec, mask.view(np.uint8), layout, Scratch())
     assert chunks is not None

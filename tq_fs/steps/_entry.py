@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -28,6 +28,8 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Shape of one (inner) chunk.
     codec, checksum
         How a chunk is encoded.
+    layered
+        Whether the second axis is layers.
     nbytes
         Bytes of the object, index and checksums included.
     sizes
@@ -44,6 +46,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunk: tuple[int, ...]
     codec: Literal["none", "lz4", "zstd"] = "none"
     checksum: bool = True
+    layered: bool = False
     nbytes: int = 0
     sizes: tuple[int, ...] | None = None
     unknown: tuple[tuple[int, int], ...] = ()
@@ -102,15 +105,23 @@ class StepAttributes(msgspec.Struct, frozen=True, kw_only=True):
         return StepKey(where, self.step.index)
 
 
-class _Attributes(msgspec.Struct):
-    tq_fs: StepAttributes
+_Document = TypeVar("_Document")
 
 
-class _Group(msgspec.Struct):
-    attributes: _Attributes
+class _Head(msgspec.Struct):
+    schema: str
 
 
-_decode_group = msgspec.json.Decoder(_Group).decode
+class _Attributes(msgspec.Struct, Generic[_Document]):
+    tq_fs: _Document
+
+
+class _Group(msgspec.Struct, Generic[_Document]):
+    attributes: _Attributes[_Document]
+
+
+_decode_head = msgspec.json.Decoder(_Group[_Head]).decode  # a later version may differ in the rest
+_decode_group = msgspec.json.Decoder(_Group[StepAttributes]).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -139,11 +150,10 @@ def read_attributes(group_json: bytes, subject: str) -> StepAttributes:
         Not the metadata of a Step.
     """
     try:
-        mine = _decode_group(group_json).attributes.tq_fs
+        check_schema(_decode_head(group_json).attributes.tq_fs.schema, STEP_SCHEMA, subject)
+        return _decode_group(group_json).attributes.tq_fs
     except msgspec.DecodeError as error:
         raise ManifestCorrupt(f"not a Step's metadata: {error}", subject=subject) from error
-    check_schema(mine.schema, STEP_SCHEMA, subject)
-    return mine
 
 
 def check_schema(have: str, want: str, subject: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -182,7 +182,10 @@ class Trajectory:
         if kind != "append" or self.mode == "snapshot" or parent is None:
             return 0
         with self._lock:
-            return max(0, self._records[parent].total - 1)
+            record = self._records.get(parent)
+        if record is None:
+            raise InvalidLineage(f"Step {parent} is not recorded", subject=str(self.incarnation))
+        return max(0, record.total - 1)
 
     # ------------------------------------------------------------ rules
 
@@ -192,6 +195,8 @@ class Trajectory:
 
     def _parent(self, step: StepInput) -> StepRecord | None:
         about = f"Step {self._next} of {self.incarnation}"
+        if step.kind not in get_args(StepKind):
+            raise InvalidLineage(f"{step.kind!r} is no kind of Step", subject=about)
         if (step.kind == "create") != (step.parent is None):
             raise InvalidLineage("create has no parent, every other kind has one", subject=about)
         if step.parent is None:
