@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tq_fs import fields as f
+from tq_fs import narrow
 from tq_fs.errors import (
     InvalidConfig,
     InvalidField,
@@ -18,8 +18,18 @@ from tq_fs.errors import (
     ValueOutOfRange,
     WidthChanged,
 )
-from tq_fs.fields import FieldSpec, coerce, logprobs, routed_experts, routed_experts_of_model
+from tq_fs.fields import (
+    UNKNOWN,
+    FieldSpec,
+    check_rows,
+    coerce,
+    logprobs,
+    routed_experts,
+    select,
+    with_inner,
+)
 from tq_fs.keys import Incarnation, StepKey
+from tq_fs.model_config import routed_experts_of_model
 from tq_fs.steps import (
     ArrayEntry,
     EncodedStep,
@@ -69,9 +79,9 @@ def round_trip(spec: FieldSpec, values: Array) -> Array:
 
     out = chunk(spec.name, entry).astype(entry.memory)
     for start, stop in entry.unknown:
-        out[start:stop] = f.UNKNOWN
+        out[start:stop] = UNKNOWN
     if entry.mask is not None:
-        out[chunk(f"{spec.name}_unknown", entry.mask).astype(bool)] = f.UNKNOWN
+        out[chunk(f"{spec.name}_unknown", entry.mask).astype(bool)] = UNKNOWN
     return out
 
 
@@ -143,17 +153,17 @@ def test_layers_and_topk_come_together() -> None:
 
 def test_select_names_what_is_taken_out_of_the_way() -> None:
     specs = [logprobs(), experts()]
-    assert f.select(specs, None) == {"logprobs", "routed_experts"}
-    assert f.select(specs, ["logprobs"]) == {"logprobs"}
-    assert f.select(specs, ["logprobs", "logprobs"]) == {"logprobs"}
-    assert f.select(specs, []) == frozenset()
+    assert select(specs, None) == {"logprobs", "routed_experts"}
+    assert select(specs, ["logprobs"]) == {"logprobs"}
+    assert select(specs, ["logprobs", "logprobs"]) == {"logprobs"}
+    assert select(specs, []) == frozenset()
 
 
 def test_select_refuses_unknown_and_doubly_declared_fields() -> None:
     with pytest.raises(InvalidConfig, match=r"\['entropy'\].*choose from \['logprobs'\]"):
-        f.select([logprobs()], ["logprobs", "entropy"])
+        select([logprobs()], ["logprobs", "entropy"])
     with pytest.raises(InvalidConfig, match="declared twice"):
-        f.select([logprobs(), logprobs()], None)
+        select([logprobs(), logprobs()], None)
 
 
 def test_rows_of_transitions_follow_from_tokens() -> None:
@@ -270,22 +280,22 @@ def test_an_empty_array_has_no_rows_of_the_right_type() -> None:
 @pytest.mark.parametrize("rows", [3, 5])
 def test_another_number_of_rows_is_refused(rows: int) -> None:
     with pytest.raises(RowCountMismatch, match=rf"Step 3, routed_experts: {rows} rows .* for 4"):
-        f.check_rows(experts(), ids(rows=rows), 4, "Step 3")
+        check_rows(experts(), ids(rows=rows), 4, "Step 3")
     with pytest.raises(RowCountMismatch, match="no rows"):
-        f.check_rows(logprobs(), np.ones((), np.float32), 1, "Step 3")
-    f.check_rows(experts(), ids(), 4, "Step 3")
+        check_rows(logprobs(), np.ones((), np.float32), 1, "Step 3")
+    check_rows(experts(), ids(), 4, "Step 3")
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 2), (4, 6), (4,), (4, 2, 3, 1)])
 def test_another_shape_of_rows_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(WidthChanged, match=r"Step 3.*\[2, 3\] is expected"):
-        f.check_rows(experts(), np.zeros(shape, np.int32), 4, "Step 3")
+        check_rows(experts(), np.zeros(shape, np.int32), 4, "Step 3")
 
 
 def test_an_open_shape_is_fixed_by_the_first_array() -> None:
-    assert f.with_inner(routed_experts(), ids()).inner == (2, 3)
-    assert f.with_inner(experts(), np.zeros((4, 9, 9))).inner == (2, 3)
-    f.check_rows(routed_experts(), ids(), 4, "Step 3")
+    assert with_inner(routed_experts(), ids()).inner == (2, 3)
+    assert with_inner(experts(), np.zeros((4, 9, 9))).inner == (2, 3)
+    check_rows(routed_experts(), ids(), 4, "Step 3")
 
 
 # ---------------------------------------------------------------- narrow
@@ -398,10 +408,10 @@ def test_every_place_of_a_large_step_is_checked() -> None:
 
 
 def test_runs_are_half_open() -> None:
-    assert f.runs_of(np.array([1, 1, 0, 1, 0, 0, 1], bool)) == [(0, 2), (3, 4), (6, 7)]
-    assert f.runs_of(np.zeros(3, bool)) == []
-    assert f.runs_of(np.ones(3, bool)) == [(0, 3)]
-    assert f.runs_of(np.empty(0, bool)) == []
+    assert narrow.runs_of(np.array([1, 1, 0, 1, 0, 0, 1], bool)) == [(0, 2), (3, 4), (6, 7)]
+    assert narrow.runs_of(np.zeros(3, bool)) == []
+    assert narrow.runs_of(np.ones(3, bool)) == [(0, 3)]
+    assert narrow.runs_of(np.empty(0, bool)) == []
 
 
 # ---------------------------------------------------------------- the model's configuration

@@ -23,8 +23,10 @@ trainer reads the rows and layers it needs and gets bit-identical tensors.
 
 from tq_fs import errors
 from tq_fs.config import StoreConfig
-from tq_fs.fields import FieldSpec, logprobs, routed_experts, routed_experts_of_model
-from tq_fs.hydrate import Arena, MicroBatch, MicroBatches
+from tq_fs.fields import FieldSpec, logprobs, routed_experts
+from tq_fs.hydrate import Arena
+from tq_fs.micro_batches import MicroBatch, MicroBatches
+from tq_fs.model_config import routed_experts_of_model
 from tq_fs.reader import SegmentReader
 from tq_fs.session import Session
 from tq_fs.store import Store, open_store

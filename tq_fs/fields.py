@@ -1,18 +1,13 @@
-"""What a per-token field is, and how its values are checked, narrowed and widened.
+"""What a per-token field is, and which values it takes.
 
 A field has a *memory* type (what Proxy and trainer see) and a *stored* type. Routed experts are
-int32 in memory; stored they are as narrow as the ids allow, because they are over nine tenths of
-a trajectory's bytes. Narrowing never truncates: an id out of range is an error that names it. The
-one negative id, -1 (route unknown), is recorded beside the array, so that it survives in every
-type, also where all 256 values of uint8 are legal ids.
+int32 in memory; stored they are as narrow as the ids allow (:mod:`tq_fs.narrow`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -36,8 +31,7 @@ _MEMORY_TYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
 )
-_NARROW_TYPES = ("uint8", "uint16", "int32")
-_BLOCK_ELEMENTS = 131072  # 512 KiB of int32: check and copy meet the block in the L2 cache
+NARROW_TYPES = ("uint8", "uint16", "int32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +115,7 @@ class FieldSpec:
 def _check_stored(spec: FieldSpec) -> None:
     if spec.stored in ("auto", spec.dtype):
         return
-    if not spec.narrowable or spec.stored not in _NARROW_TYPES:
+    if not spec.narrowable or spec.stored not in NARROW_TYPES:
         raise InvalidConfig(
             f"{spec.dtype} values cannot be stored as {spec.stored}",
             subject=spec.name,
@@ -133,6 +127,11 @@ def _check_stored(spec: FieldSpec) -> None:
             subject=spec.name,
             remedy=f"store as {narrowest(spec.limit - 1)} or auto",
         )
+
+
+def narrowest(largest: int) -> str:
+    """Return the narrowest stored type that holds ids from 0 to `largest`."""
+    return next((t for t in NARROW_TYPES if largest <= np.iinfo(t).max), "int32")
 
 
 def logprobs() -> FieldSpec:
@@ -174,73 +173,6 @@ def routed_experts(
         layered=True,
         codec=codec,
     )
-
-
-def routed_experts_of_model(
-    config: str | Path | Mapping[str, Any], *, dense_layers: bool = False, stored: str = "auto"
-) -> FieldSpec:
-    """Declare ``routed_experts`` from a model's ``config.json``.
-
-    Parameters
-    ----------
-    config
-        The file, its folder, or the parsed mapping.
-    dense_layers
-        Whether the engine records rows for dense layers too.
-    stored
-        Stored type.
-
-    Raises
-    ------
-    InvalidConfig
-        The configuration describes no mixture of experts.
-    """
-    values = _read_model_config(config)
-    values = values.get("text_config") or values
-    experts = _first(values, "num_experts", "n_routed_experts", "num_local_experts")
-    topk = _first(values, "num_experts_per_tok", "moe_topk", "moe_top_k")
-    layers = _first(values, "num_hidden_layers")
-    if not (experts and topk and layers):
-        raise InvalidConfig(
-            "the model's configuration names no experts, top-k or layers",
-            subject=str(config)[:120],
-            remedy="give layers, topk and experts yourself",
-        )
-    if not dense_layers:
-        layers = sum(_is_moe_layer(values, i) for i in range(layers))
-    return routed_experts(layers=layers, topk=topk, experts=experts, stored=stored)
-
-
-def _read_model_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(config, Mapping):
-        return config
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(f"cannot be read: {error}", subject=str(path)) from error
-    if not isinstance(values, dict):
-        raise InvalidConfig("holds no JSON object", subject=str(path))
-    return values
-
-
-def _first(values: Mapping[str, Any], *names: str) -> int:
-    return next((int(values[name]) for name in names if values.get(name)), 0)
-
-
-def _is_moe_layer(values: Mapping[str, Any], index: int) -> bool:
-    """Tell whether layer `index` routes, by the keys of Qwen, DeepSeek, GLM and MiniMax."""
-    if index in (values.get("mlp_only_layers") or ()):
-        return False
-    if index < int(values.get("first_k_dense_replace") or 0):
-        return False
-    every = values.get("moe_layer_freq") or 1
-    if isinstance(every, list):
-        return bool(every[index])
-    if index % int(every):
-        return False
-    return (index + 1) % int(values.get("decoder_sparse_step") or 1) == 0
 
 
 def select(specs: Sequence[FieldSpec], names: Iterable[str] | None) -> frozenset[str]:
@@ -332,103 +264,3 @@ def check_rows(spec: FieldSpec, array: Array, rows: int, subject: str) -> None:
 def with_inner(spec: FieldSpec, array: Array) -> FieldSpec:
     """Return `spec` with its row shape fixed to that of `array`, where it was open."""
     return spec if spec.inner is not None else replace(spec, inner=array.shape[1:])
-
-
-# ---------------------------------------------------------------- narrow and widen
-
-
-def narrowest(largest: int) -> str:
-    """Return the narrowest stored type that holds ids from 0 to `largest`."""
-    return next((t for t in _NARROW_TYPES if largest <= np.iinfo(t).max), "int32")
-
-
-def stored_type(spec: FieldSpec, array: Array) -> str:
-    """Return the type a Step's array is stored in.
-
-    ``auto`` takes the narrowest type for the model's expert count, or, where that is not known,
-    for this Step's ids; Steps of one Segment may therefore differ.
-    """
-    if spec.stored != "auto" or not spec.narrowable:
-        return spec.dtype if spec.stored == "auto" else spec.stored
-    if spec.limit is not None:
-        return narrowest(spec.limit - 1)
-    if not array.size:
-        return _NARROW_TYPES[0]
-    if not spec.unknown and int(array.min()) < 0:
-        return "int32"
-    return narrowest(int(array.max()))
-
-
-def id_bound(spec: FieldSpec, stored: str) -> int:
-    """Return the exclusive upper bound of legal ids in `stored` type."""
-    top = int(np.iinfo(stored).max) + 1
-    return top if spec.limit is None else min(top, spec.limit)
-
-
-def narrow_blocks(source: Array, target: Array, bound: int) -> Iterator[Array | None]:
-    """Copy int32 ids into a narrower array of the same shape, checking the range on the way.
-
-    One pass over memory: a block is checked and copied, and what else is to be done with it can
-    be done, while it lies in the cache. A bound that is a power of two is checked by OR-ing the
-    ids, which is cheaper than their maximum.
-
-    Yields
-    ------
-    array or None
-        Each block of `target` once it is filled, flat where `target` is contiguous. None, as the
-        last item, when a block holds an id outside of ``[0, bound)``; `target` is then undefined.
-    """
-    peak = np.bitwise_or.reduce if bound & (bound - 1) == 0 else np.maximum.reduce
-    ids = source.view(np.uint32)
-    if source.flags.c_contiguous and target.flags.c_contiguous:
-        ids, target = ids.reshape(-1), target.reshape(-1)
-    step = max(1, _BLOCK_ELEMENTS * len(ids) // max(1, ids.size))
-    for start in range(0, len(ids), step):
-        block, filled = ids[start : start + step], target[start : start + step]
-        if int(peak(block, axis=None)) >= bound:
-            yield None
-            return
-        np.copyto(filled, block, casting="unsafe")
-        yield filled
-
-
-def narrow_into(source: Array, target: Array, bound: int) -> bool:
-    """Run :func:`narrow_blocks` to its end; return whether every id was in range."""
-    return all(block is not None for block in narrow_blocks(source, target, bound))
-
-
-def split_unknown(spec: FieldSpec, array: Array, bound: int, subject: str) -> tuple[Array, Array]:
-    """Separate unknown routes from ids: the slow path for Steps that :func:`narrow_blocks` refuses.
-
-    Returns
-    -------
-    ids, mask
-        `array` with 0 in the place of -1, and a bool array of its shape that is True there.
-
-    Raises
-    ------
-    ValueOutOfRange
-        Names token row, layer, slot, value and type of the first id that is neither.
-    """
-    mask = array == UNKNOWN if spec.unknown else np.zeros(array.shape, bool)
-    wrong = ((array < 0) | (array >= bound)) & ~mask
-    if wrong.any():
-        at = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise ValueOutOfRange(
-            f"id {array[at]} at {_place(at)} is not in [0, {bound}), the range of "
-            f"{narrowest(bound - 1)}{'' if spec.limit != bound else ' and of the experts'}",
-            subject=f"{subject}, {spec.name}",
-            remedy="check the model's expert count, or store a wider type",
-        )
-    return np.where(mask, 0, array).astype(array.dtype), mask
-
-
-def _place(at: tuple[int, ...]) -> str:
-    names = ("row", "layer", "slot")
-    return ", ".join(f"{n} {i}" for n, i in zip(names, at, strict=False))
-
-
-def runs_of(rows: Array) -> list[tuple[int, int]]:
-    """Return the half-open runs of True in a one-dimensional bool array."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], rows, [False])).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

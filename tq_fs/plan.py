@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tq_fs.errors import FieldMissing, InvalidSelection
 from tq_fs.keys import Incarnation, StepKey, step_path
@@ -148,6 +150,26 @@ def field_rows(segment: Resolved, field: str) -> int:
             subject=str(segment.ref),
         )
     return fragments[-1].target[1] if fragments else 0
+
+
+def selection(
+    segment: Resolved, field: str, rows: int, layers: Range | None
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and memory type of a selection of a field.
+
+    Raises
+    ------
+    InvalidSelection
+        The layers are not the model's.
+    """
+    field_rows(segment, field)
+    step = segment.segment.fields[field][0].step
+    entry = segment.steps[step].fields[field]
+    inner = entry.shape[1:]
+    if entry.layered and layers is not None:
+        first, last = clip(layers, inner[0], f"{segment.ref}, layers of {field}")
+        inner = (last - first, *inner[1:])
+    return (rows, *inner), np.dtype(entry.memory)
 
 
 def plan_reads(wants: Iterable[Want], layers: Range | None = None) -> list[ArrayRead]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -12,22 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tq_fs.backends import Backend, ObjectReader
+from tq_fs.backends import Backend
 from tq_fs.cache import ChunkCache
 from tq_fs.errors import (
-    ChunkCorrupt,
-    CorruptError,
     InvalidField,
     ObjectMissing,
-    ObjectShort,
     StepMissing,
     TqFsError,
 )
 from tq_fs.fields import UNKNOWN
 from tq_fs.manifests import Resolved
-from tq_fs.memory import aligned_empty
-from tq_fs.plan import ArrayRead, Range, Span, Want, box, clip, field_rows, plan_reads, runs
-from tq_fs.steps import CHECKSUM_BYTES, check, decode
+from tq_fs.placing import Memory, cut, direct, mark_rows, read_chunks, read_direct, views
+from tq_fs.plan import ArrayRead, Range, Span, Want, clip, field_rows, plan_reads, selection
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -54,24 +50,6 @@ class Read(NamedTuple):
     field: str
     rows: tuple[Range, ...]
     out: Array
-
-
-class _Memory:
-    """Buffers of one reading thread; grow to the largest request, which the plan bounds."""
-
-    def __init__(self) -> None:
-        self._raw: Bytes = aligned_empty(0)
-        self._decoded: Bytes = aligned_empty(0)
-
-    def raw(self, nbytes: int) -> Bytes:
-        if self._raw.size < nbytes:
-            self._raw = aligned_empty(nbytes)
-        return self._raw[:nbytes]
-
-    def decoded(self, nbytes: int) -> Bytes:
-        if self._decoded.size < nbytes:
-            self._decoded = aligned_empty(nbytes)
-        return self._decoded[:nbytes]
 
 
 class SegmentReader:
@@ -107,9 +85,9 @@ class SegmentReader:
         self._pool = pool
         self._threads = threads if pool is not None else 1
         self.cache = cache
-        self._memories: SimpleQueue[_Memory] = SimpleQueue()
+        self._memories: SimpleQueue[Memory] = SimpleQueue()
         for _ in range(self._threads):
-            self._memories.put(_Memory())
+            self._memories.put(Memory())
 
     def resolve(self, refs: Iterable[str]) -> list[Resolved]:
         """Return what references stand for; see the Controller."""
@@ -216,7 +194,7 @@ class SegmentReader:
             self._memories.put(memory)
 
     def _fetch_span(
-        self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: _Memory
+        self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: Memory
     ) -> None:
         try:
             self._read_values(read, span, outs, memory)
@@ -234,37 +212,37 @@ class SegmentReader:
         )
 
     def _read_values(
-        self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: _Memory
+        self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: Memory
     ) -> None:
         shared = read.shared and self.cache.limit_bytes > 0
         if shared and self._from_cache(read, span, outs):
             return
-        direct = _direct(read, span, outs)
+        target = direct(read, span, outs)
         backend = self._backends[read.unit]
         with backend.open(read.key) as source:
-            if direct is not None:
-                _read_direct(read, span, direct, source)
+            if target is not None:
+                read_direct(read, span, target, source)
                 return
-            for position, chunk in _read_chunks(read, span, source, memory, backend.request_bytes):
+            for position, chunk in read_chunks(read, span, source, memory, backend.request_bytes):
                 if shared:
                     self.cache.put((read.key, position), chunk)
-                for view in _views(read, position, outs):
-                    np.copyto(view.target, _cut(read, position, chunk, view))
+                for view in views(read, position, outs):
+                    np.copyto(view.target, cut(read, position, chunk, view))
 
     def _mark_unknown(
-        self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: _Memory
+        self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: Memory
     ) -> None:
         """Put -1 where the route is unknown."""
         for position in range(span.first, span.last):
-            _mark_rows(read, position, outs)
+            mark_rows(read, position, outs)
         mask = read.mask()
         if mask is None:
             return
         backend = self._backends[mask.unit]
         with backend.open(mask.key) as source:
-            for position, chunk in _read_chunks(mask, span, source, memory, backend.request_bytes):
-                for view in _views(mask, position, outs):
-                    view.target[_cut(mask, position, chunk, view).view(bool)] = UNKNOWN
+            for position, chunk in read_chunks(mask, span, source, memory, backend.request_bytes):
+                for view in views(mask, position, outs):
+                    view.target[cut(mask, position, chunk, view).view(bool)] = UNKNOWN
 
     # ------------------------------------------------------------ cache
 
@@ -276,174 +254,6 @@ class SegmentReader:
                 return False
             chunks.append((position, chunk))
         for position, chunk in chunks:
-            for view in _views(read, position, outs):
-                np.copyto(view.target, _cut(read, position, chunk, view))
+            for view in views(read, position, outs):
+                np.copyto(view.target, cut(read, position, chunk, view))
         return True
-
-
-def selection(
-    segment: Resolved, field: str, rows: int, layers: Range | None
-) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and memory type of a selection of a field.
-
-    Raises
-    ------
-    InvalidSelection
-        The layers are not the model's.
-    """
-    field_rows(segment, field)
-    step = segment.segment.fields[field][0].step
-    entry = segment.steps[step].fields[field]
-    inner = entry.shape[1:]
-    if entry.layered and layers is not None:
-        first, last = clip(layers, inner[0], f"{segment.ref}, layers of {field}")
-        inner = (last - first, *inner[1:])
-    return (rows, *inner), np.dtype(entry.memory)
-
-
-def _fill(
-    read: ArrayRead, position: int, source: ObjectReader, buffers: Sequence[Any], start: int
-) -> None:
-    try:
-        source.readinto(buffers, start)
-    except ObjectShort as error:
-        raise ObjectShort(
-            f"{error.subject} {error.problem}",
-            subject=read.subject(_first_short(read, position, source)),
-            remedy=error.remedy,
-        ) from error
-
-
-def _first_short(read: ArrayRead, position: int, source: ObjectReader) -> int:
-    """Return the first chunk from `position` on that the object does not hold whole."""
-    sizes = read.entry.sizes
-    offsets = read.layout.offsets(sizes)
-    for chunk in range(position, read.layout.chunks - 1):
-        end = offsets[chunk] + read.layout.stored_nbytes(chunk, sizes)
-        try:
-            source.readinto((bytearray(1),), end - 1)
-        except ObjectShort:
-            return chunk
-    return read.layout.chunks - 1
-
-
-def _read_chunks(
-    read: ArrayRead, span: Span, source: ObjectReader, memory: _Memory, request_bytes: int
-) -> Iterator[tuple[int, Array]]:
-    """Yield each chunk of a span, decoded; valid until the next one.
-
-    Requests are as small as the backend likes them, so that a chunk is still in the processor's
-    cache when it is checked and widened.
-    """
-    layout = read.layout
-    offsets = layout.offsets(read.entry.sizes)
-    pieces: Iterable[Span] = (span,)
-    if span.last - span.first > 1:
-        pieces = runs(range(span.first, span.last), offsets, request_bytes)
-    for first, last in pieces:
-        start = offsets[first]
-        raw = memory.raw(offsets[last] - start)
-        _fill(read, first, source, (raw,), start)
-        for position in range(first, last):
-            at = offsets[position] - start
-            stored = raw[at : at + layout.stored_nbytes(position, read.entry.sizes)]
-            try:
-                data = decode(stored, layout, memory.decoded)
-            except ChunkCorrupt as error:
-                raise _named(error, read, position) from error
-            yield position, data.view(layout.dtype).reshape(layout.chunk)
-
-
-def _named(error: CorruptError, read: ArrayRead, position: int) -> CorruptError:
-    return type(error)(error.problem, subject=read.subject(position), remedy=error.remedy)
-
-
-# ---------------------------------------------------------------- into the destination
-
-
-def _direct(read: ArrayRead, span: Span, outs: Sequence[Array]) -> Array | None:
-    """Return the rows of the only destination, where the file holds just those bytes."""
-    entry = read.entry
-    layout = read.layout
-    if not layout.plain or entry.dtype != entry.memory or len(read.copies) != 1 or read.shared:
-        return None
-    copy = read.copies[0]
-    first, last = span.first * layout.chunk[0], span.last * layout.chunk[0]
-    out = outs[copy.target]
-    whole = layout.grid[1] == 1 and out.shape[1:] == layout.chunk[1:] and out.flags.c_contiguous
-    if not whole or copy.start > first or copy.stop < last:
-        return None
-    return out[copy.at + first - copy.start : copy.at + last - copy.start]
-
-
-def _read_direct(read: ArrayRead, span: Span, target: Array, source: ObjectReader) -> None:
-    layout = read.layout
-    start = layout.offsets(None)[span.first]
-    tall = layout.chunk[0]
-    parts = [target[i : i + tall] for i in range(0, len(target), tall)]
-    tails = [bytearray(layout.stored_nbytes(0, None) + layout.gap - p.nbytes) for p in parts]
-    if not tails[0]:
-        _fill(read, span.first, source, (target,), start)
-        return
-    buffers = [b for pair in zip(parts, tails, strict=True) for b in pair]
-    _fill(read, span.first, source, buffers, start)
-    if not layout.checksum:
-        return
-    for i, (part, tail) in enumerate(zip(parts, tails, strict=True)):
-        try:
-            check(part, tail[:CHECKSUM_BYTES])
-        except ChunkCorrupt as error:
-            raise _named(error, read, span.first + i) from error
-
-
-class _View(NamedTuple):
-    """Where a chunk meets a destination.
-
-    Attributes
-    ----------
-    target
-        The destination's part.
-    row, layer
-        Row and layer of the stored array that its first element is.
-    """
-
-    target: Array
-    row: int
-    layer: int
-
-
-def _views(read: ArrayRead, position: int, outs: Sequence[Array]) -> list[_View]:
-    """Return the parts of destinations that a chunk fills."""
-    layout = read.layout
-    top, left = box(layout, position)
-    views = []
-    for copy in read.copies:
-        start, stop = max(copy.start, top), min(copy.stop, top + layout.chunk[0])
-        if start >= stop:
-            continue
-        at = copy.at + start - copy.start
-        target = outs[copy.target][at : at + stop - start]
-        layer = left
-        if layout.grid[1] > 1 or read.layers is not None:
-            first, last = read.layers or (0, layout.shape[1])
-            layer = max(first, left)
-            target = target[:, layer - first : min(last, left + layout.chunk[1]) - first]
-        views.append(_View(target, start, layer))
-    return views
-
-
-def _cut(read: ArrayRead, position: int, chunk: Array, view: _View) -> Array:
-    """Return the part of a chunk that a view takes."""
-    target, row, layer = view
-    top, left = box(read.layout, position)
-    rows = chunk[row - top : row - top + len(target)]
-    if rows.shape == target.shape:
-        return rows
-    return rows[:, layer - left : layer - left + target.shape[1]]
-
-
-def _mark_rows(read: ArrayRead, position: int, outs: Sequence[Array]) -> None:
-    for target, row, _ in _views(read, position, outs):
-        for low, high in read.entry.unknown:
-            if low < row + len(target) and high > row:
-                target[max(0, low - row) : high - row] = UNKNOWN

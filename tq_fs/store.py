@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import time
@@ -14,37 +13,28 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tq_fs import fields as f
-from tq_fs import manifests
-from tq_fs.backends import LocalBackend, mapped
+from tq_fs.backends import LocalBackend
 from tq_fs.budget import ByteBudget
 from tq_fs.cache import ChunkCache
 from tq_fs.config import StoreConfig, folder_of
 from tq_fs.controller import Controller, Swept
 from tq_fs.errors import (
     InvalidConfig,
-    ObjectMissing,
     ReadOnlyStore,
     SessionClosed,
-    StoreBusy,
-    WrongStore,
 )
 from tq_fs.fields import FieldSpec
-from tq_fs.hydrate import (
-    Allocate,
-    Hydrator,
-    MicroBatches,
-    Selection,
-    by_budget,
-    by_count,
-)
+from tq_fs.hydrate import Allocate, Hydrator, Selection
 from tq_fs.keys import Incarnation, component
-from tq_fs.manifests import STORE_SCHEMA, Catalog, Mode, StoreDocument
+from tq_fs.manifests import Catalog, Mode
 from tq_fs.memory import mapped_empty
+from tq_fs.micro_batches import MicroBatches, by_budget, by_count
 from tq_fs.plan import Range
 from tq_fs.reader import SegmentReader
 from tq_fs.session import Session
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
+from tq_fs.store_folder import lock_folder, take_folder
 from tq_fs.trajectory import Sample, Segment, Trajectory
 from tq_fs.writer import StepWriter
 
@@ -52,8 +42,6 @@ if TYPE_CHECKING:
     import torch
 
 UNIT = "local"
-STORE_FILE = "store.json"
-LOCK_FILE = ".lock"
 
 
 def open_store(
@@ -336,7 +324,7 @@ class Store:
         """Take the folder, read the manifests and make the parts that work on them."""
         config = self.config
         if not self._read_only:
-            opened.callback(os.close, _lock(root))  # first, so that it is let go of last
+            opened.callback(os.close, lock_folder(root))  # first, so that it is let go of last
         backend = LocalBackend(
             root,
             durability=config.durability,
@@ -345,7 +333,7 @@ class Store:
         )
         opened.callback(backend.close)
         opened.callback(self._writers.shutdown)  # before the backend goes
-        epoch = _take(backend, config.store_id, read_only=self._read_only)
+        epoch = take_folder(backend, config.store_id, read_only=self._read_only)
         catalog = Catalog(backend, config.store_id, cache_bytes=config.manifest_cache_bytes)
         unit = None
         if not self._read_only:
@@ -371,44 +359,6 @@ class Store:
             cache=self.cache,
         )
         return unit
-
-
-def _lock(root: Path) -> int:
-    """Take a store's folder for writing, for as long as the descriptor returned is open."""
-    with mapped(str(root)):
-        root.mkdir(parents=True, exist_ok=True)
-        fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise StoreBusy(
-            f"process {holder or 'unknown'} has it open for writing",
-            subject=str(root),
-            remedy="close it there, open it here with read_only, or use another store_id",
-        ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
-
-
-def _take(backend: LocalBackend, store_id: str, *, read_only: bool) -> int:
-    """Check that a folder is this store's, or make it so; return the Controller's epoch."""
-    subject = f"{backend.root}/{STORE_FILE}"
-    try:
-        found = manifests.decode(backend.get(STORE_FILE), StoreDocument, subject)
-    except ObjectMissing:
-        found = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=0)
-        if read_only:
-            raise
-    if found.store_id != store_id:
-        raise WrongStore(f"is store {found.store_id!r}, not {store_id!r}", subject=subject)
-    if read_only:
-        return found.epoch
-    mine = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=found.epoch + 1)
-    backend.put(STORE_FILE, manifests.encode(mine))
-    return mine.epoch
 
 
 def _refs(items: Iterable[str | Segment | Sample]) -> Iterator[str]:

@@ -12,12 +12,12 @@ from pathlib import Path
 from tq_fs.backends._base import Buffer
 from tq_fs.backends._durability import Durability, GroupSync, check_durability
 from tq_fs.backends._errors import check_key, mapped, translate
+from tq_fs.backends._files import LocalObject, parts, sync_folder, write
 from tq_fs.backends._staging import Staged, Staging, folders_of
 from tq_fs.errors import ObjectExists, ObjectMissing, ObjectShort, ReadOnlyStore
 
 STAGING = ".staging"
-_MOST_BUFFERS = 1024  # IOV_MAX on Linux
-_COMPARE_BYTES = 1024 * 1024
+_PART_BYTES = 1024 * 1024
 _RACES = 16
 _PRUNED_DEPTH = 4  # as deep as groups have parents
 _READ = os.O_RDONLY | os.O_CLOEXEC
@@ -125,7 +125,7 @@ class LocalBackend:
             name = self._staging.name()
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
             try:
-                _write(os.open(name, flags, 0o644, dir_fd=self._stage), [data], self._sync_file)
+                write(os.open(name, flags, 0o644, dir_fd=self._stage), [data], self._sync_file)
                 self._at("value written")
                 if not self._rename(name, key):
                     raise ObjectExists("is a prefix, not an object", subject=self._name(key))
@@ -138,11 +138,11 @@ class LocalBackend:
         self._at("staged")
         sync = self._sync_file
         for buffers in members.values():
-            _write(staged.fds.popleft(), buffers, sync)
+            write(staged.fds.popleft(), buffers, sync)
         self._at("members written")
         if sync is not None:
             for folder in (*folders_of(members), "."):
-                _sync_folder(f"{staged.name}/{folder}", self._stage)
+                sync_folder(f"{staged.name}/{folder}", self._stage)
             self._at("members synced")
 
     @property
@@ -178,12 +178,12 @@ class LocalBackend:
             except FileExistsError:
                 continue
             if self.durability == "step":
-                _sync_folder(os.path.dirname(at) or ".", self._root)
+                sync_folder(os.path.dirname(at) or ".", self._root)
 
     def _settle(self, key: str) -> None:
         """Wait until the policy lets a write be acknowledged."""
         if self.durability == "step":
-            _sync_folder(os.path.dirname(key) or ".", self._root)
+            sync_folder(os.path.dirname(key) or ".", self._root)
         elif self.durability == "batch":
             self._group_sync.wait()
 
@@ -209,7 +209,7 @@ class LocalBackend:
         try:
             with self.open(key) as there:
                 offset = 0
-                for part in _parts(members[member]):
+                for part in parts(members[member]):
                     have = bytearray(len(part))
                     there.readinto([have], offset)
                     if have != part:
@@ -225,7 +225,7 @@ class LocalBackend:
         """Open an object for ranged reads."""
         check_key(key)
         try:
-            return LocalObject(os.open(key, _READ, dir_fd=self._root), self, key)
+            return LocalObject(os.open(key, _READ, dir_fd=self._root), self._name(key))
         except OSError as error:
             raise translate(error, self._name(key)) from error
 
@@ -235,7 +235,7 @@ class LocalBackend:
         with mapped(self._name(key)):
             fd = os.open(key, _READ, dir_fd=self._root)
             try:
-                return b"".join(iter(lambda: os.read(fd, _COMPARE_BYTES), b""))
+                return b"".join(iter(lambda: os.read(fd, _PART_BYTES), b""))
             finally:
                 os.close(fd)
 
@@ -336,111 +336,6 @@ class LocalBackend:
 
     def _name(self, key: str) -> str:
         return f"{self.root}/{key}"
-
-
-class LocalObject:
-    """An open file of a :class:`LocalBackend`."""
-
-    __slots__ = ("_backend", "_fd", "_key")
-
-    def __init__(self, fd: int, backend: LocalBackend, key: str) -> None:
-        self._fd = fd
-        self._backend = backend
-        self._key = key
-
-    def readinto(self, buffers: Sequence[Buffer], offset: int) -> None:
-        """Fill `buffers` with the file's bytes from `offset`; see the protocol."""
-        many = len(buffers) > _MOST_BUFFERS
-        want = _nbytes(buffers[0]) if len(buffers) == 1 else sum(map(_nbytes, buffers))
-        try:
-            have = os.preadv(self._fd, buffers[:_MOST_BUFFERS] if many else buffers, offset)
-            if have != want:
-                self._read_rest(buffers, offset, have, want)
-        except OSError as error:
-            raise translate(error, f"{self._backend.root}/{self._key}") from error
-
-    def _read_rest(self, buffers: Sequence[Buffer], offset: int, have: int, want: int) -> None:
-        """Go on after a short read: a signal, more buffers than one call takes, or the end."""
-        rest = _views(buffers)
-        done = have
-        while have and done < want:
-            rest = _after(rest, have)
-            have = os.preadv(self._fd, rest[:_MOST_BUFFERS], offset + done)
-            done += have
-        if done < want:
-            raise ObjectShort(
-                f"has {os.fstat(self._fd).st_size} bytes, {offset + want} are needed",
-                subject=f"{self._backend.root}/{self._key}",
-                remedy="the file was cut: restore the Step or discard its session",
-            )
-
-    def __enter__(self) -> LocalObject:
-        """Return the object."""
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Close the file."""
-        os.close(self._fd)
-
-
-def _nbytes(buffer: Buffer) -> int:
-    size: int = len(buffer) if type(buffer) in _BYTES else buffer.nbytes
-    return size
-
-
-_BYTES = (bytes, bytearray)
-
-
-def _write(fd: int, buffers: Sequence[Buffer], sync: Callable[[int], None] | None) -> None:
-    """Write all buffers, sync where asked, and close `fd` in any case.
-
-    One call for all, because the page cache takes a large write in larger pages than small ones.
-    """
-    try:
-        if len(buffers) == 1:
-            have, want = os.write(fd, buffers[0]), _nbytes(buffers[0])
-        else:
-            have, want = os.writev(fd, buffers[:_MOST_BUFFERS]), sum(map(_nbytes, buffers))
-        if have != want:
-            _write_rest(fd, buffers, have)
-        if sync is not None:
-            sync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_rest(fd: int, buffers: Sequence[Buffer], have: int) -> None:
-    rest = _after(_views(buffers), have)
-    while rest:
-        rest = _after(rest, os.writev(fd, rest[:_MOST_BUFFERS]))
-
-
-def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Return buffers as bytes; empty ones, which have no such view, are left out."""
-    return [memoryview(b).cast("B") for b in buffers if _nbytes(b)]
-
-
-def _parts(buffers: Sequence[Buffer]) -> Iterator[memoryview]:
-    for view in _views(buffers):
-        for start in range(0, len(view), _COMPARE_BYTES):
-            yield view[start : start + _COMPARE_BYTES]
-
-
-def _after(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """Return what remains of `buffers` after their first `nbytes`."""
-    for i, buffer in enumerate(buffers):
-        if nbytes < buffer.nbytes:
-            return [buffer[nbytes:], *buffers[i + 1 :]]
-        nbytes -= buffer.nbytes
-    return []
-
-
-def _sync_folder(path: str, dir_fd: int) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _reopen(root: str, durability: str, ahead: int, read_only: bool) -> LocalBackend:

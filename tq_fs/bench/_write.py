@@ -17,7 +17,8 @@ from tq_fs.backends import LocalBackend
 from tq_fs.bench._data import Array, Payload, Shape, as_encoded, declared, step_key
 from tq_fs.bench._timing import Variant
 from tq_fs.config import StoreConfig
-from tq_fs.fields import FieldSpec, narrow_into
+from tq_fs.fields import FieldSpec
+from tq_fs.narrow import narrow_into
 from tq_fs.steps import EncodeOptions, FieldArray, Scratch, encode_step
 
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY

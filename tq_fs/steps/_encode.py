@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tq_fs import fields as f
-from tq_fs.fields import FieldSpec
+from tq_fs import narrow
+from tq_fs.fields import UNKNOWN, FieldSpec
 from tq_fs.keys import StepKey
 from tq_fs.memory import align, aligned_empty
 from tq_fs.steps import _codecs
@@ -170,7 +170,7 @@ class Form:
 
 def form_of(spec: FieldSpec, values: Array, options: EncodeOptions) -> Form:
     """Return the form of a field's array."""
-    dtype = f.stored_type(spec, values)
+    dtype = narrow.stored_type(spec, values)
     codec = spec.codec if spec.codec != "auto" else default_codec(dtype)
     groups = options.layer_groups if spec.layered else 1
     return _form(
@@ -240,8 +240,8 @@ def _encode_field(
     mask = None
     chunks = _chunks(spec, values, form.layout, scratch)
     if chunks is None:
-        bound = f.id_bound(spec, form.layout.dtype)
-        values, mask = f.split_unknown(spec, values, bound, str(key))
+        bound = narrow.id_bound(spec, form.layout.dtype)
+        values, mask = narrow.split_unknown(spec, values, bound, str(key))
         chunks = _chunks(spec, values, form.layout, scratch)
         assert chunks is not None
     entry, buffers = _seal(form, chunks)
@@ -296,7 +296,7 @@ def _ids_plain(spec: FieldSpec, values: Array, dtype: str) -> bool:
     if not spec.unknown and spec.limit is None:
         return True  # numbers, not ids
     low, high = int(values.min()), int(values.max())
-    return high < f.id_bound(spec, dtype) and low >= (f.UNKNOWN if spec.unknown else 0)
+    return high < narrow.id_bound(spec, dtype) and low >= (UNKNOWN if spec.unknown else 0)
 
 
 def _copied(spec: FieldSpec, block: Array, layout: ArrayLayout, scratch: Scratch) -> _Chunk | None:
@@ -315,7 +315,7 @@ def _copied(spec: FieldSpec, block: Array, layout: ArrayLayout, scratch: Scratch
         return _Chunk(flat)
     crc = 0
     take_crc = layout.checksum and layout.plain and whole
-    for narrowed in f.narrow_blocks(block, inside, f.id_bound(spec, layout.dtype)):
+    for narrowed in narrow.narrow_blocks(block, inside, narrow.id_bound(spec, layout.dtype)):
         if narrowed is None:
             return None
         if take_crc:
@@ -356,7 +356,7 @@ def _note_unknown(
     """Record unknown values beside the array: as row ranges where those say it all."""
     rows = mask.reshape(len(mask), -1)
     whole = np.asarray(rows.all(axis=1))
-    runs = f.runs_of(whole)
+    runs = narrow.runs_of(whole)
     if len(runs) <= _MAX_UNKNOWN_RUNS and not rows[~whole].any():
         return msgspec.structs.replace(entry, unknown=tuple(runs)), {}
     layout = known_layout(entry.shape, "uint8", entry.chunk, "lz4", checksum=entry.checksum)

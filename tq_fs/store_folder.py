@@ -1,0 +1,53 @@
+"""A store's folder: who may write to it, and whose it is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from tq_fs import manifests
+from tq_fs.backends import LocalBackend, mapped
+from tq_fs.errors import ObjectMissing, StoreBusy, WrongStore
+from tq_fs.manifests import STORE_SCHEMA, StoreDocument
+
+STORE_FILE = "store.json"
+LOCK_FILE = ".lock"
+
+
+def lock_folder(root: Path) -> int:
+    """Take a store's folder for writing, for as long as the descriptor returned is open."""
+    with mapped(str(root)):
+        root.mkdir(parents=True, exist_ok=True)
+        fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise StoreBusy(
+            f"process {holder or 'unknown'} has it open for writing",
+            subject=str(root),
+            remedy="close it there, open it here with read_only, or use another store_id",
+        ) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def take_folder(backend: LocalBackend, store_id: str, *, read_only: bool) -> int:
+    """Check that a folder is this store's, or make it so; return the Controller's epoch."""
+    subject = f"{backend.root}/{STORE_FILE}"
+    try:
+        found = manifests.decode(backend.get(STORE_FILE), StoreDocument, subject)
+    except ObjectMissing:
+        found = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=0)
+        if read_only:
+            raise
+    if found.store_id != store_id:
+        raise WrongStore(f"is store {found.store_id!r}, not {store_id!r}", subject=subject)
+    if read_only:
+        return found.epoch
+    mine = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=found.epoch + 1)
+    backend.put(STORE_FILE, manifests.encode(mine))
+    return mine.epoch
