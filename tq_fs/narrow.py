@@ -57,10 +57,11 @@ def narrow_blocks(source: Array, target: Array, bound: int) -> Iterator[Array | 
     ids = source.view(np.uint32)
     if source.flags.c_contiguous and target.flags.c_contiguous:
         ids, target = ids.reshape(-1), target.reshape(-1)
+    axis = 0 if ids.ndim == 1 else None  # of one axis, the cheaper call
     step = max(1, _BLOCK_ELEMENTS * len(ids) // max(1, ids.size))
     for start in range(0, len(ids), step):
         block, filled = ids[start : start + step], target[start : start + step]
-        if int(peak(block, axis=None)) >= bound:
+        if peak(block, axis) >= bound:
             yield None
             return
         np.copyto(filled, block, casting="unsafe")

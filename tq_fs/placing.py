@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,21 +75,33 @@ def read_chunks(
     """
     layout = read.layout
     offsets = layout.offsets(read.entry.sizes)
-    pieces: Iterable[Span] = (span,)
-    if span.last - span.first > 1:
-        pieces = runs(range(span.first, span.last), offsets, request_bytes)
-    for first, last in pieces:
+    if span.last - span.first == 1:
+        yield span.first, _read_chunk(read, span.first, source, memory)
+        return
+    for first, last in runs(range(span.first, span.last), offsets, request_bytes):
         start = offsets[first]
         raw = memory.raw(offsets[last] - start)
         _fill(read, first, source, (raw,), start)
         for position in range(first, last):
             at = offsets[position] - start
             stored = raw[at : at + layout.stored_nbytes(position, read.entry.sizes)]
-            try:
-                data = decode(stored, layout, memory.decoded)
-            except ChunkCorrupt as error:
-                raise _named(error, read, position) from error
-            yield position, data.view(layout.dtype).reshape(layout.chunk)
+            yield position, _decoded(read, position, stored, memory)
+
+
+def _read_chunk(read: ArrayRead, position: int, source: ObjectReader, memory: Memory) -> Array:
+    sizes = read.entry.sizes
+    stored = memory.raw(read.layout.stored_nbytes(position, sizes))
+    _fill(read, position, source, (stored,), read.layout.offsets(sizes)[position])
+    return _decoded(read, position, stored, memory)
+
+
+def _decoded(read: ArrayRead, position: int, stored: Bytes, memory: Memory) -> Array:
+    layout = read.layout
+    try:
+        data = decode(stored, layout, memory.decoded)
+    except ChunkCorrupt as error:
+        raise _named(error, read, position) from error
+    return data.view(layout.dtype).reshape(layout.chunk)
 
 
 def _named(error: CorruptError, read: ArrayRead, position: int) -> CorruptError:

@@ -13,6 +13,7 @@ import itertools
 import os
 import resource
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from tq_fs.backends._errors import check_key
 
 _SHAPES = 3
+_BURST_S = 0.002  # without a writer for so long, a burst is over
 _SHARE = 4  # of the process's descriptors, for one shape
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
@@ -88,7 +90,7 @@ class Staging:
             staged = pool.ready.popleft()
         except IndexError:
             staged = self.make(shape)
-        if pool.taken > 1 and len(pool.ready) < self._ahead // 2:
+        if pool.taken > 1 and not self._wake.is_set():
             self._wake.set()
         return staged
 
@@ -163,8 +165,20 @@ class Staging:
         while not self._closed:
             self._wake.wait()
             self._wake.clear()
+            self._let_bursts_pass()
             for pool in list(self._pools.values()):
                 self._fill(pool)
+
+    def _let_bursts_pass(self) -> None:
+        """Leave the processor to writers, as long as they take groups and enough are ready."""
+        seen = -1
+        while not self._closed:
+            pools = [p for p in self._pools.values() if p.taken > 1]
+            taken = sum(p.taken for p in pools)
+            if taken == seen or any(len(p.ready) <= self._ahead // 4 for p in pools):
+                return
+            seen = taken
+            time.sleep(_BURST_S)
 
     def _fill(self, pool: _Pool) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE // max(1, len(pool.shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,15 +98,21 @@ def readers(
     folder: Path, shape: Shape, payloads: Sequence[Payload], steps: int
 ) -> Iterator[dict[str, Variant]]:
     """Give the variants of reading whole Segments, each checked once against the truth."""
+    ways: dict[str, dict[str, Any]] = {
+        "none": {"checksum": False},
+        "crc32c": {},
+        "none, one thread": {"checksum": False, "reader_threads": 1},
+        "crc32c, one thread": {"reader_threads": 1},
+    }
     stores = {
-        "none": Recorded(folder / "none", shape, payloads, steps, checksum=False, reader_threads=1),
-        "crc32c": Recorded(folder / "crc32c", shape, payloads, steps, reader_threads=1),
-        "crc32c, two threads": Recorded(folder / "two", shape, payloads, steps, reader_threads=2),
+        name: Recorded(folder / str(i), shape, payloads, steps, **settings)
+        for i, (name, settings) in enumerate(ways.items())
     }
     raw = _Raw(folder / "raw", shape, payloads, steps)
     libraries = _libraries(stores["none"])
+    pool = ThreadPoolExecutor(1)
     try:
-        variants = {"raw": raw.read}
+        variants = {"raw": raw.read, "raw, two threads": lambda: raw.read_shared(pool)}
         for name, recorded in stores.items():
             _check(recorded, recorded.read, payloads)
             variants[name] = recorded.read
@@ -114,6 +121,7 @@ def readers(
             variants[name] = read
         yield {name: Variant(run) for name, run in variants.items()}
     finally:
+        pool.shutdown()
         for recorded in stores.values():
             recorded.store.close()
 
@@ -138,19 +146,28 @@ class _Raw:
             Path(path).write_bytes(payload.narrow.tobytes() + payload.logprobs.tobytes())
         self._tokens = shape.tokens
         self._values = shape.tokens * shape.layers * shape.topk
-        self._scratch = np.ones(self._values, shape.dtype)
+        self._scratch = [np.ones(self._values, shape.dtype) for _ in range(2)]
         self._ids = np.ones(steps * self._values, np.int32)
         self._logprobs = np.ones(steps * shape.tokens, np.float32)
 
     def read(self) -> None:
-        for i, path in enumerate(self._paths):
+        self._read(range(len(self._paths)), self._scratch[0])
+
+    def read_shared(self, pool: Executor) -> None:
+        """Read every second Step in another thread."""
+        odd = pool.submit(self._read, range(1, len(self._paths), 2), self._scratch[1])
+        self._read(range(0, len(self._paths), 2), self._scratch[0])
+        odd.result()
+
+    def _read(self, numbers: range, scratch: Array) -> None:
+        for i in numbers:
             ids = self._ids[i * self._values : (i + 1) * self._values]
             logprobs = self._logprobs[i * self._tokens : (i + 1) * self._tokens]
-            fd = os.open(path, os.O_RDONLY)
-            buffers: list[Buffer] = [self._scratch, logprobs]
+            fd = os.open(self._paths[i], os.O_RDONLY)
+            buffers: list[Buffer] = [scratch, logprobs]
             os.preadv(fd, buffers, 0)
             os.close(fd)
-            np.copyto(ids, self._scratch)
+            np.copyto(ids, scratch)
 
 
 def _libraries(recorded: Recorded) -> dict[str, Callable[[], None]]:
