@@ -80,7 +80,8 @@ def read_chunks(
         return
     for first, last in runs(range(span.first, span.last), offsets, request_bytes):
         start = offsets[first]
-        raw = memory.raw(offsets[last] - start)
+        end = offsets[last - 1] + layout.stored_nbytes(last - 1, read.entry.sizes)
+        raw = memory.raw(end - start)
         _fill(read, first, source, (raw,), start)
         for position in range(first, last):
             at = offsets[position] - start
