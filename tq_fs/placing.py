@@ -145,6 +145,22 @@ def read_direct(read: ArrayRead, span: Span, target: Array, source: ObjectReader
             raise _named(error, read, span.first + i) from error
 
 
+def place(read: ArrayRead, position: int, chunk: Array, outs: Sequence[Array]) -> None:
+    """Widen a chunk's rows and layers into every destination that wants them."""
+    layout = read.layout
+    if read.layers is not None or layout.grid[1] > 1:
+        for view in views(read, position, outs):
+            np.copyto(view.target, cut(read, position, chunk, view))
+        return
+    tall = layout.chunk[0]
+    top = position * tall
+    for start, stop, target, at in read.copies:  # whole rows: the ordinary case, kept short
+        first, last = max(start, top), min(stop, top + tall)
+        if first < last:
+            row = at + first - start
+            np.copyto(outs[target][row : row + last - first], chunk[first - top : last - top])
+
+
 class View(NamedTuple):
     """Where a chunk meets a destination.
 

@@ -22,7 +22,7 @@ from tq_fs.errors import (
 )
 from tq_fs.fields import UNKNOWN
 from tq_fs.manifests import Resolved
-from tq_fs.placing import Memory, cut, direct, mark_rows, read_chunks, read_direct, views
+from tq_fs.placing import Memory, cut, direct, mark_rows, place, read_chunks, read_direct, views
 from tq_fs.plan import ArrayRead, Range, Span, Want, clip, field_rows, plan_reads, selection
 
 Array = npt.NDArray[Any]
@@ -226,8 +226,7 @@ class SegmentReader:
             for position, chunk in read_chunks(read, span, source, memory, backend.request_bytes):
                 if shared:
                     self.cache.put((read.key, position), chunk)
-                for view in views(read, position, outs):
-                    np.copyto(view.target, cut(read, position, chunk, view))
+                place(read, position, chunk, outs)
 
     def _mark_unknown(
         self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: Memory
@@ -254,6 +253,5 @@ class SegmentReader:
                 return False
             chunks.append((position, chunk))
         for position, chunk in chunks:
-            for view in views(read, position, outs):
-                np.copyto(view.target, cut(read, position, chunk, view))
+            place(read, position, chunk, outs)
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from tq_fs.backends._base import Buffer
 from tq_fs.backends._errors import translate
@@ -16,11 +17,12 @@ _PART_BYTES = 1024 * 1024
 class LocalObject:
     """An open file; an :class:`~tq_fs.backends.ObjectReader`."""
 
-    __slots__ = ("_fd", "_subject")
+    __slots__ = ("_fd", "_key", "_root")
 
-    def __init__(self, fd: int, subject: str) -> None:
+    def __init__(self, fd: int, root: Path, key: str) -> None:
         self._fd = fd
-        self._subject = subject
+        self._root = root
+        self._key = key
 
     def readinto(self, buffers: Sequence[Buffer], offset: int) -> None:
         """Fill `buffers` with the file's bytes from `offset`; see the protocol."""
@@ -31,7 +33,7 @@ class LocalObject:
             if have != want:
                 self._read_rest(buffers, offset, have, want)
         except OSError as error:
-            raise translate(error, self._subject) from error
+            raise translate(error, f"{self._root}/{self._key}") from error
 
     def _read_rest(self, buffers: Sequence[Buffer], offset: int, have: int, want: int) -> None:
         """Go on after a short read: a signal, more buffers than one call takes, or the end."""
@@ -44,7 +46,7 @@ class LocalObject:
         if done < want:
             raise ObjectShort(
                 f"has {os.fstat(self._fd).st_size} bytes, {offset + want} are needed",
-                subject=self._subject,
+                subject=f"{self._root}/{self._key}",
                 remedy="the file was cut: restore the Step or discard its session",
             )
 

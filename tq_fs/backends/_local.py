@@ -225,7 +225,7 @@ class LocalBackend:
         """Open an object for ranged reads."""
         check_key(key)
         try:
-            return LocalObject(os.open(key, _READ, dir_fd=self._root), self._name(key))
+            return LocalObject(os.open(key, _READ, dir_fd=self._root), self.root, key)
         except OSError as error:
             raise translate(error, self._name(key)) from error
 

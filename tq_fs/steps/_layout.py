@@ -110,7 +110,7 @@ class ArrayLayout:
         """Zarr key of the only chunk or shard: ``c.0.0.0`` for three axes."""
         return ".".join(["c", *["0"] * len(self.shape)])
 
-    @property
+    @functools.cached_property
     def plain(self) -> bool:
         """Whether chunks lie uncompressed, so that their places follow from the layout."""
         return self.codec == "none"
