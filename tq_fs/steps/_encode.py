@@ -268,8 +268,8 @@ def _chunks(
         return None
     in_place = same and layout.grid[1] == 1 and values.flags.c_contiguous
     out = []
-    for block in _blocks(values, layout):
-        if in_place and len(block) == layout.chunk[0]:
+    for block in _blocks(values, layout, together=in_place and layout.seamless):
+        if in_place and len(block) % layout.chunk[0] == 0:
             out.append(_Chunk(block.reshape(-1).view(np.uint8)))
             continue
         chunk = _copied(spec, block, layout, scratch)
@@ -279,11 +279,14 @@ def _chunks(
     return out
 
 
-def _blocks(values: Array, layout: ArrayLayout) -> Iterator[Array]:
-    """Yield the part of an array that each chunk holds."""
+def _blocks(values: Array, layout: ArrayLayout, *, together: bool) -> Iterator[Array]:
+    """Yield the part of an array that each chunk holds; all whole chunks as one if `together`."""
     if layout.grid[1] == 1:
         tall = layout.chunk[0]
-        yield from (values[start : start + tall] for start in range(0, len(values), tall))
+        whole = len(values) - len(values) % tall if together else 0
+        if whole:
+            yield values[:whole]
+        yield from (values[i : i + tall] for i in range(whole, len(values), tall))
         return
     for part in layout.parts((0, len(values))):
         yield values[part.rows[0] : part.rows[1], part.layers[0] : part.layers[1]]

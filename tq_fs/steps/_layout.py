@@ -124,6 +124,11 @@ class ArrayLayout:
         stored = self.stored_nbytes(0, None)
         return align(stored) - stored if self.plain and self.sharded else 0
 
+    @functools.cached_property
+    def seamless(self) -> bool:
+        """Whether chunks follow each other in the object as their rows do in memory."""
+        return self.plain and not self.checksum and not self.gap and self.grid[1] == 1
+
     def stored_nbytes(self, position: int, sizes: Sequence[int] | None) -> int:
         """Return the stored bytes of a chunk, its checksum included."""
         if sizes is not None:
