@@ -71,7 +71,7 @@ class ByteBudget:
                     left = until - self._clock()
                     if left <= 0:
                         raise self._timeout(nbytes)
-                    self._room.wait(left)
+                    self._room.wait(min(left, threading.TIMEOUT_MAX))
                 self._used += nbytes
                 self._peak = max(self._peak, self._used)
             finally:

@@ -35,18 +35,19 @@ class StoreConfig:
     writer_threads
         Threads that encode and write Steps.
     inflight_bytes
-        Bound of the bytes of Steps that are on their way to the disk.
+        Bound of the bytes of Steps that are on their way to the disk. The largest Step has to fit:
+        256K tokens of 75 layers and top-8 are 600 MiB as int32.
     inflight_deadline_s
         Seconds a writer waits for room before it raises.
     prepared_groups
-        Empty Step folders to keep ready for writers, each with about five open descriptors; 0
-        makes each when it is needed.
+        Empty Step folders to keep ready for writers, each with about five open descriptors (at
+        most an eighth of the process's); 0 makes each when it is needed.
     reader_threads
         Threads that read, the calling one included.
     cache_bytes
         Bound of decoded chunks kept for Segments that share Steps.
     manifest_cache_bytes
-        Bound of decoded manifests, in bytes of their JSON.
+        Bound of decoded manifests, in bytes of their JSON; in memory about five times that.
     """
 
     store_id: str = "default"
@@ -55,12 +56,12 @@ class StoreConfig:
     checksum: bool = True
     layer_groups: int = 1
     writer_threads: int = 2
-    inflight_bytes: int = 256 * MiB
+    inflight_bytes: int = 1024 * MiB
     inflight_deadline_s: float = 60.0
     prepared_groups: int = 32
     reader_threads: int = 2
     cache_bytes: int = 64 * MiB
-    manifest_cache_bytes: int = 64 * MiB
+    manifest_cache_bytes: int = 16 * MiB
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense."""

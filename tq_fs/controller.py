@@ -8,8 +8,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tq_fs.errors import InvalidConfig, ObjectExists, ReadOnlyStore, TqFsError
-from tq_fs.keys import Incarnation, SegmentRef
+from tq_fs.errors import (
+    ConflictError,
+    CorruptError,
+    InvalidConfig,
+    InvalidSegment,
+    ObjectExists,
+    ReadOnlyStore,
+    TqFsError,
+)
+from tq_fs.keys import Incarnation, SegmentRef, StepKey
 from tq_fs.manifests import (
     MANIFEST_SCHEMA,
     STATE_SCHEMA,
@@ -38,10 +46,13 @@ class Swept:
         Incarnations that were never finalized.
     steps
         Steps that no unreleased Segment refers to.
+    unreadable
+        Paths of incarnations whose manifest cannot be used; they were left as they are.
     """
 
     sessions: int
     steps: int
+    unreadable: tuple[str, ...] = ()
 
 
 class Controller:
@@ -73,6 +84,8 @@ class Controller:
         self._now_ns = now_ns
         self._lock = threading.Lock()
         self._released: dict[Incarnation, Released] = {}
+        self._unreadable: list[str] = []
+        self._leftover: dict[StepKey, None] = {}
 
     # ------------------------------------------------------------ sessions
 
@@ -120,7 +133,8 @@ class Controller:
         self._publish(manifest)
         with self._lock:
             self._released[incarnation] = {c: set() for c in consumers}
-        self._clear_unneeded(incarnation, [s.index for s in steps if s.index not in needed])
+        unneeded = [StepKey(incarnation, s.index) for s in steps if s.index not in needed]
+        self._clear(self._writable(), unneeded)
         return manifest
 
     def _publish(self, manifest: SessionManifest) -> None:
@@ -132,14 +146,6 @@ class Controller:
         except BaseException:
             self._catalog.drop(manifest.incarnation)
             raise
-
-    def _clear_unneeded(self, incarnation: Incarnation, indexes: Sequence[int]) -> None:
-        try:
-            self._writable().clear_steps(incarnation, indexes)
-        except TqFsError:
-            _log.warning(
-                "Steps %s of %s are left to the next sweep", indexes, incarnation, exc_info=True
-            )
 
     def discard(self, incarnation: Incarnation) -> None:
         """Delete all that an open session has written; idempotent."""
@@ -189,57 +195,76 @@ class Controller:
             The consumer was not declared at finalize.
         WrongStore, SegmentMissing
         """
-        by_session: dict[Incarnation, list[SegmentRef]] = {}
+        by_session: dict[Incarnation, set[SegmentRef]] = {}
         for ref in map(SegmentRef.parse, refs):
-            by_session.setdefault(ref.incarnation, []).append(ref)
-        return sum(self._release(i, mine, consumer) for i, mine in by_session.items())
-
-    def _release(self, incarnation: Incarnation, refs: Sequence[SegmentRef], consumer: str) -> int:
+            self._catalog.check_store(ref)
+            by_session.setdefault(ref.incarnation, set()).add(ref)
         unit = self._writable()
-        self._catalog.check_store(refs[0])
+        with self._lock:
+            for incarnation, mine in by_session.items():
+                self._check_release(incarnation, mine, consumer)
+        self._clear(unit, list(self._leftover))
+        return sum(self._release(unit, i, mine, consumer) for i, mine in by_session.items())
+
+    def _check_release(
+        self, incarnation: Incarnation, refs: Iterable[SegmentRef], consumer: str
+    ) -> None:
+        released = self._released.get(incarnation)
+        if released is None and incarnation.path not in self._unreadable:
+            return  # all of the session was released before
+        for ref in refs:
+            self._catalog.resolve(ref)
+        assert released is not None  # a manifest that cannot be used has just said so
+        if consumer not in released:
+            raise InvalidConfig(
+                f"{consumer!r} is not among {sorted(released)}",
+                subject=str(incarnation),
+                remedy="declare every consumer at finalize",
+            )
+
+    def _release(
+        self, unit: StorageUnit, incarnation: Incarnation, refs: set[SegmentRef], consumer: str
+    ) -> int:
         with self._lock:
             released = self._released.get(incarnation)
             manifest = self._catalog.manifest(incarnation) if released is not None else None
             if released is None or manifest is None:
-                return 0  # all of the session was released before
-            for ref in refs:
-                self._catalog.resolve(ref)
-            if consumer not in released:
-                raise InvalidConfig(
-                    f"{consumer!r} is not among {sorted(released)}",
-                    subject=str(refs[0]),
-                    remedy="declare every consumer at finalize",
-                )
+                return 0
             before = _done(released)
-            self._note(incarnation, released, consumer, {f"{r.view}/{r.index}" for r in refs})
-            after = _done(released)
+            names = {f"{r.view}/{r.index}" for r in refs}
+            wanted = {c: s | names if c == consumer else s for c, s in released.items()}
+            after = _done(wanted)
             if _all(manifest, after):
-                del self._released[incarnation]  # the last one: nobody writes its state again
+                # Without a manifest the Steps are orphans, which a start sweeps: nothing else has
+                # to be written down, so that this works on a full disk too.
+                self._catalog.drop(incarnation)
+                del self._released[incarnation]
+            else:
+                self._note(incarnation, wanted)
+                self._released[incarnation] = wanted
         gone = _needed(manifest, before) - _needed(manifest, after)
-        self._delete(unit, manifest, gone, after)
+        self._clear(unit, [StepKey(incarnation, i) for i in sorted(gone)])
         return len(gone)
 
-    def _note(
-        self, incarnation: Incarnation, released: Released, consumer: str, names: set[str]
-    ) -> None:
+    def _clear(self, unit: StorageUnit, keys: Sequence[StepKey]) -> None:
+        """Delete Steps; what will not go now is tried again at later releases and at a start."""
+        for key in keys:
+            try:
+                unit.clear(key)
+            except TqFsError:
+                _log.warning("%s could not be deleted yet", key, exc_info=True)
+                self._leftover[key] = None
+            else:
+                self._leftover.pop(key, None)
+
+    def _note(self, incarnation: Incarnation, released: Released) -> None:
         """Write down a release before anything is deleted on its account."""
-        wanted = {c: s | names if c == consumer else s for c, s in released.items()}
         state = SessionState(
             schema=STATE_SCHEMA,
             epoch=self._epoch,
-            released={c: tuple(sorted(s)) for c, s in wanted.items()},
+            released={c: tuple(sorted(s)) for c, s in released.items()},
         )
         self._catalog.put_state(incarnation, state)
-        released[consumer] = wanted[consumer]
-
-    def _delete(
-        self, unit: StorageUnit, manifest: SessionManifest, gone: set[int], done: set[str]
-    ) -> None:
-        """Delete Steps, and the manifest after them once every Segment is done with."""
-        unit.clear_steps(manifest.incarnation, sorted(gone))
-        if _all(manifest, done):
-            unit.clear_incarnation(manifest.incarnation.path)
-            self._catalog.drop(manifest.incarnation)
 
     # ------------------------------------------------------------ start
 
@@ -250,36 +275,46 @@ class Controller:
         """
         unit = self._writable()
         steps = 0
-        finalized = set()
-        for manifest, released in self._load():
-            where = manifest.incarnation
-            finalized.add(where.path)
+        kept = set()
+        for path, manifest, released in self._load():
+            kept.add(path)
+            if manifest is None:
+                continue
             done = _done(released)
-            stray = set(unit.steps(where.path)) - _needed(manifest, done)
+            stray = set(unit.steps(path)) - _needed(manifest, done)
             steps += len(stray)
             if _all(manifest, done):
-                del self._released[where]
-            self._delete(unit, manifest, stray, done)
-        orphans = [path for path in unit.incarnations() if path not in finalized]
+                self._catalog.drop(manifest.incarnation)
+                del self._released[manifest.incarnation]
+            self._clear(unit, [StepKey(manifest.incarnation, i) for i in sorted(stray)])
+        orphans = [path for path in unit.incarnations() if path not in kept]
         for path in orphans:
             steps += len(unit.steps(path))
             unit.clear_incarnation(path)
-        return Swept(len(orphans), steps)
+        return Swept(len(orphans), steps, tuple(self._unreadable))
 
-    def load(self) -> None:
+    def load(self) -> Swept:
         """Read the manifests without changing anything: for a store opened read-only."""
         for _ in self._load():
             continue
+        return Swept(0, 0, tuple(self._unreadable))
 
-    def _load(self) -> Iterator[tuple[SessionManifest, Released]]:
-        for incarnation in list(self._catalog.incarnations()):
-            manifest = self._catalog.manifest(incarnation)
-            if manifest is None:
+    def _load(self) -> Iterator[tuple[str, SessionManifest | None, Released]]:
+        """Yield each incarnation's path, manifest and state; None for one that cannot be used."""
+        for path in list(self._catalog.paths()):
+            try:
+                found = self._catalog.read(path)
+            except (CorruptError, ConflictError, InvalidSegment):
+                _log.exception("manifest of %s is left alone, and its Steps with it", path)
+                self._unreadable.append(path)
+                yield path, None, {}
                 continue
-            state = self._catalog.state(incarnation).released
-            released = {c: set(state.get(c, ())) for c in manifest.consumers}
-            self._released[incarnation] = released
-            yield manifest, released
+            if found is None:
+                continue
+            manifest, state = found
+            released = {c: set(state.released.get(c, ())) for c in manifest.consumers}
+            self._released[manifest.incarnation] = released
+            yield path, manifest, released
 
     def _writable(self) -> StorageUnit:
         if self._unit is None:

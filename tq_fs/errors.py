@@ -92,12 +92,6 @@ class BackpressureTimeout(CapacityError):
     code = "backpressure_timeout"
 
 
-class StepTooLarge(CapacityError):
-    """One Step is larger than the whole in-flight budget and could never be admitted."""
-
-    code = "step_too_large"
-
-
 class BudgetTooSmall(CapacityError):
     """One sample is larger than the byte budget it has to be hydrated in."""
 
@@ -161,6 +155,12 @@ class EmptyStep(InputError):
     code = "empty_step"
 
 
+class StepTooLarge(InputError):
+    """One Step is larger than the whole in-flight budget: no waiting makes room for it."""
+
+    code = "step_too_large"
+
+
 class InvalidLineage(InputError):
     """A Step hangs on a Step that cannot carry it."""
 
@@ -195,6 +195,12 @@ class SessionClosed(ConflictError):
     """The session was finalized or discarded, or its store was closed."""
 
     code = "session_closed"
+
+
+class WrongProcess(ConflictError):
+    """The store was opened in another process, of which this one is a fork."""
+
+    code = "wrong_process"
 
 
 class WrongStore(ConflictError):

@@ -31,6 +31,7 @@ _MEMORY_TYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
 )
+_TAKEN = frozenset({"kind", "parent", "context", "response", "version", "reason", "values"})
 NARROW_TYPES = ("uint8", "uint16", "int32")
 
 
@@ -76,6 +77,8 @@ class FieldSpec:
 
     def __post_init__(self) -> None:
         """Refuse declarations that could not be stored."""
+        if self.name in _TAKEN:
+            raise InvalidConfig("is a word of the API", subject=self.name, remedy="rename it")
         if not self.name.isidentifier() or self.name.endswith("_unknown"):
             raise InvalidConfig(
                 "a field's name is an identifier that does not end in _unknown", subject=self.name
@@ -204,7 +207,8 @@ def select(specs: Sequence[FieldSpec], names: Iterable[str] | None) -> frozenset
 def coerce(spec: FieldSpec, values: npt.ArrayLike, subject: str = "") -> Array:
     """Return `values` as a C-contiguous array of the field's memory type, or refuse them.
 
-    An array that is already of that type is returned as it is, so that every NaN keeps its bits.
+    An array that is already of that type is returned as it is, so that every NaN keeps its bits;
+    unless it is a small part of a larger one, which it would keep in memory.
 
     Raises
     ------
@@ -217,8 +221,8 @@ def coerce(spec: FieldSpec, values: npt.ArrayLike, subject: str = "") -> Array:
     about = f"{subject}, {spec.name}" if subject else spec.name
     try:
         array = np.asarray(values)
-    except ValueError as error:
-        raise InvalidField(f"rows differ in shape ({error})", subject=about) from error
+    except (RuntimeError, TypeError, ValueError) as error:  # ragged, or a tensor numpy cannot take
+        raise InvalidField(f"is no plain array ({error})", subject=about) from error
     if array.size == 0 and array.dtype.kind == "f":  # an empty list, of no type or width
         shape = (0, *(spec.inner or ())) if array.ndim == 1 else array.shape
         array = np.empty(shape, want)
@@ -227,7 +231,17 @@ def coerce(spec: FieldSpec, values: npt.ArrayLike, subject: str = "") -> Array:
         raise InvalidField(f"{array.dtype} values where {want} ones are expected", subject=about)
     if want.kind in "iu" and not np.can_cast(array.dtype, want):
         _check_bounds(array, want, about)
-    return np.ascontiguousarray(array, dtype=want) if array.ndim else array.astype(want)
+    if array.ndim == 0:
+        return array.astype(want)
+    return _alone(np.ascontiguousarray(array, dtype=want))
+
+
+def _alone(array: Array) -> Array:
+    """Return an array, or a copy of it where it is less than half of what it keeps in memory."""
+    base = array.base
+    return (
+        array.copy() if isinstance(base, np.ndarray) and base.nbytes > 2 * array.nbytes else array
+    )
 
 
 def _check_bounds(array: Array, want: np.dtype[Any], about: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tq_fs.errors import BudgetTooSmall, FieldMissing, InvalidSelection
+from tq_fs.errors import BudgetTooSmall, DependencyMissing, FieldMissing, InvalidSelection
 from tq_fs.fields import LOGPROBS, FieldSpec
 from tq_fs.manifests import Resolved
 from tq_fs.memory import align, mapped_empty
@@ -149,18 +149,22 @@ class Hydrator:
         self, samples: Sequence[Sample], select: Selection, arena: Arena | None = None
     ) -> dict[str, list[torch.Tensor]]:
         """Return what :meth:`arrays` does as CPU tensors over the same memory."""
-        import torch  # noqa: PLC0415  # the package loads without it
-
+        try:
+            import torch  # noqa: PLC0415  # the package loads without it
+        except ImportError as error:
+            raise DependencyMissing(
+                "hydrating into tensors needs torch", remedy="pip install 'tq-fs[torch]'"
+            ) from error
         arrays = self.arrays(samples, select, arena)
         return {name: [torch.from_numpy(a) for a in values] for name, values in arrays.items()}
 
     def sizes(self, samples: Sequence[Sample], select: Selection) -> list[int]:
         """Return the bytes each sample takes once hydrated. Nothing is read."""
-        resolved = self._resolved(samples, select)
-        return [
-            sum(shape.nbytes for shape in self._shapes(sample, where, select))
-            for sample, where in zip(samples, resolved, strict=True)
-        ]
+        sizes = []
+        for sample in samples:  # one at a time: a shard's manifests may be many
+            (where,) = self._resolved([sample], select)
+            sizes.append(sum(shape.nbytes for shape in self._shapes(sample, where, select)))
+        return sizes
 
     # ------------------------------------------------------------ inside
 

@@ -31,7 +31,7 @@ def mapped_empty(nbytes: int) -> npt.NDArray[np.uint8]:
 
     The allocator may keep a freed block of some MiB for later; a micro-batch's would be kept.
     """
-    block = mmap.mmap(-1, max(1, nbytes))
+    block = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(block, np.uint8)[:nbytes]

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tq_fs.errors import BudgetTooSmall, InvalidConfig
+from tq_fs.errors import BudgetTooSmall, InvalidConfig, SessionClosed
 from tq_fs.hydrate import Allocate, Arena, Hydrator, Selection
 from tq_fs.memory import mapped_empty
 from tq_fs.trajectory import Sample
@@ -50,7 +50,7 @@ def by_count(count: int, size: int) -> list[range]:
     return [range(i, min(i + size, count)) for i in range(0, count, size)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """Some samples and their tensors.
 
@@ -67,10 +67,9 @@ class MicroBatch:
 
 
 class MicroBatches:
-    """Iterates over micro-batches, hydrating each when its turn comes, or one ahead.
+    """A shard in micro-batches, each hydrated when its turn comes, or one ahead.
 
-    Two blocks of memory are used in turn: the tensors of a micro-batch are valid until the next
-    one is taken.
+    Every iteration begins anew. A failure leaves nothing behind: iterate again.
 
     Parameters
     ----------
@@ -82,10 +81,16 @@ class MicroBatches:
         What of each sample.
     runs
         Which samples make up each micro-batch.
+    sizes
+        Bytes of each sample once hydrated.
     pool
         Hydrates ahead; stays the caller's.
     allocate
-        Gives the two blocks.
+        Gives memory for a micro-batch.
+    reuse
+        Use two blocks in turn: faster, and the tensors of a micro-batch are valid only until the
+        next one is taken. Otherwise each micro-batch has memory of its own, which goes when its
+        tensors do.
     """
 
     def __init__(
@@ -94,19 +99,22 @@ class MicroBatches:
         samples: Sequence[Sample],
         select: Selection,
         runs: Sequence[range],
+        sizes: Sequence[int],
         *,
         pool: Executor,
         allocate: Allocate = mapped_empty,
+        reuse: bool = False,
     ) -> None:
         self._hydrator = hydrator
         self._samples = samples
         self._select = select
         self._runs = list(runs)
+        self._nbytes = [sum(sizes[i] for i in run) for run in runs]
         self._pool = pool
         self._allocate = allocate
+        self._reuse = reuse
         self._arenas: list[Arena] = []
-        self._next = 0
-        self._ahead: Future[MicroBatch] | None = None
+        self._ahead: dict[int, Future[MicroBatch]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -114,36 +122,49 @@ class MicroBatches:
         return len(self._runs)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches that are left, each while the next one is being hydrated."""
-        while self._next < len(self._runs):
-            batch = self._take()
-            self.prefetch()
+        """Yield all micro-batches, each while the next one is being hydrated."""
+        for number in range(len(self._runs)):
+            batch = self._take(number)
+            self.prefetch(number + 1)
             yield batch
 
-    def prefetch(self) -> None:
-        """Begin to hydrate the next micro-batch in the background; does nothing after the last."""
-        with self._lock:
-            if self._ahead is None and self._next < len(self._runs):
-                self._ahead = self._pool.submit(self._hydrate, self._next)
+    def prefetch(self, number: int = 0) -> None:
+        """Begin to hydrate a micro-batch in the background; does nothing after the last.
 
-    def _take(self) -> MicroBatch:
-        self.prefetch()
+        Raises
+        ------
+        SessionClosed
+            The store was closed.
+        """
         with self._lock:
-            ahead, self._ahead = self._ahead, None
-            self._next += 1
-        assert ahead is not None
+            if number in self._ahead or number >= len(self._runs):
+                return
+            try:
+                self._ahead[number] = self._pool.submit(self._hydrate, number)
+            except RuntimeError as error:  # how a pool says that it was shut down
+                raise SessionClosed("was closed", subject="store of a micro-batch") from error
+
+    def _take(self, number: int) -> MicroBatch:
+        self.prefetch(number)
+        with self._lock:
+            ahead = self._ahead.pop(number)
+            stale, self._ahead = self._ahead, {}
+        for other in stale.values():  # of an iteration that was left
+            other.cancel()
         return ahead.result()
 
     def _hydrate(self, number: int) -> MicroBatch:
         samples = tuple(self._samples[i] for i in self._runs[number])
-        arena = self._arena(number)
-        arena.reset()
-        return MicroBatch(samples, self._hydrator.tensors(samples, self._select, arena))
+        tensors = self._hydrator.tensors(samples, self._select, self._arena(number))
+        return MicroBatch(samples, tensors)
 
     def _arena(self, number: int) -> Arena:
-        """Return the block whose turn it is; both are as large as the largest micro-batch."""
+        """Return memory of its own, or the block whose turn it is."""
+        if not self._reuse:
+            return Arena(self._nbytes[number], self._allocate)
         if not self._arenas:
-            sizes = self._hydrator.sizes(self._samples, self._select)
-            largest = max(sum(sizes[i] for i in run) for run in self._runs)
+            largest = max(self._nbytes)
             self._arenas = [Arena(largest, self._allocate) for _ in range(min(2, len(self._runs)))]
-        return self._arenas[number % len(self._arenas)]
+        arena = self._arenas[number % len(self._arenas)]
+        arena.reset()
+        return arena

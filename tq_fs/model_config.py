@@ -21,7 +21,8 @@ def routed_experts_of_model(
     config
         The file, its folder, or the parsed mapping.
     dense_layers
-        Whether the engine records rows for dense layers too.
+        Whether the engine records ids for dense layers too, as SGLang does for models that have
+        some: they count as layers then.
     stored
         Stored type.
 
@@ -31,7 +32,24 @@ def routed_experts_of_model(
         The configuration describes no mixture of experts.
     """
     values = _read_model_config(config)
-    values = values.get("text_config") or values
+    try:
+        return _declare(values.get("text_config") or values, config, dense_layers, stored)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidConfig):
+            raise
+        raise InvalidConfig(
+            f"describes its routing in a way unknown here ({error})",
+            subject=str(config)[:120],
+            remedy="give layers, topk and experts yourself",
+        ) from error
+
+
+def _declare(
+    values: Mapping[str, Any],
+    config: str | Path | Mapping[str, Any],
+    dense_layers: bool,
+    stored: str,
+) -> FieldSpec:
     experts = _first(values, "num_experts", "n_routed_experts", "num_local_experts")
     topk = _first(values, "num_experts_per_tok", "moe_topk", "moe_top_k")
     layers = _first(values, "num_hidden_layers")

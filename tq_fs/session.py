@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 
 import numpy.typing as npt
@@ -41,6 +41,8 @@ class Session:
         Finalizes it; None where nothing is stored.
     store_id
         For references.
+    check_open
+        Raises where the store is closed, or not this process's.
     """
 
     def __init__(
@@ -49,11 +51,14 @@ class Session:
         writer: StepWriter,
         controller: Controller | None,
         store_id: str,
+        *,
+        check_open: Callable[[], None],
     ) -> None:
         self._trajectory = trajectory
         self._writer = writer
         self._controller = controller
         self._store_id = store_id
+        self._check_open = check_open
         self._pending: set[Future[StepRecord]] = set()
         self._lock = threading.Lock()
 
@@ -90,11 +95,7 @@ class Session:
         **values: npt.ArrayLike,
     ) -> StepRecord:
         """Record a first model invocation; see :class:`tq_fs.StepInput`."""
-        return self.record(
-            StepInput(
-                kind="create", context=context, response=response, version=version, values=values
-            )
-        )
+        return self._step("create", None, context, response, values, version=version)
 
     def append(
         self,
@@ -106,16 +107,7 @@ class Session:
         **values: npt.ArrayLike,
     ) -> StepRecord:
         """Record an invocation that continues `parent` with new messages."""
-        return self.record(
-            StepInput(
-                kind="append",
-                parent=parent,
-                context=context,
-                response=response,
-                version=version,
-                values=values,
-            )
-        )
+        return self._step("append", parent, context, response, values, version=version)
 
     def branch(
         self,
@@ -127,16 +119,7 @@ class Session:
         **values: npt.ArrayLike,
     ) -> StepRecord:
         """Record another continuation from inside `parent`, with its whole prompt."""
-        return self.record(
-            StepInput(
-                kind="branch",
-                parent=parent,
-                context=context,
-                response=response,
-                version=version,
-                values=values,
-            )
-        )
+        return self._step("branch", parent, context, response, values, version=version)
 
     def boundary(
         self,
@@ -149,20 +132,36 @@ class Session:
         **values: npt.ArrayLike,
     ) -> StepRecord:
         """Record the first invocation after `parent`'s history was rewritten."""
+        return self._step(
+            "boundary", parent, context, response, values, version=version, reason=reason
+        )
+
+    def _step(
+        self,
+        kind: StepKind,
+        parent: int | None,
+        context: npt.ArrayLike,
+        response: npt.ArrayLike,
+        values: Mapping[str, npt.ArrayLike],
+        *,
+        version: str,
+        reason: str = "",
+    ) -> StepRecord:
         return self.record(
             StepInput(
-                kind="boundary",
+                kind=kind,
                 parent=parent,
                 context=context,
                 response=response,
+                values=values,
                 version=version,
                 reason=reason,
-                values=values,
             )
         )
 
     def submit(self, step: StepInput) -> Future[StepRecord]:
         """Send a Step off; see :meth:`tq_fs.writer.StepWriter.submit`."""
+        self._check_open()
         future = self._writer.submit(self._trajectory, step)
         with self._lock:
             self._pending.add(future)
@@ -206,6 +205,7 @@ class Session:
         list of Segment
             All Segments of all views; empty where no Step was recorded.
         """
+        self._check_open()
         chosen = check_views(views)
         self._drain()
         self._trajectory.close("finalized")
@@ -217,6 +217,7 @@ class Session:
 
     def discard(self) -> None:
         """End the session and delete what it has written."""
+        self._check_open()
         self._trajectory.close("discarded")
         self._drain()
         if self._controller is not None:

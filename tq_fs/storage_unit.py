@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tq_fs.backends import Backend
-from tq_fs.keys import Incarnation, StepKey, step_path
+from tq_fs.keys import StepKey
 from tq_fs.steps import EncodeOptions, FieldArray, Scratch, StepEntry, encode_step
 
 
@@ -70,18 +70,14 @@ class StorageUnit:
         """Remove a Step; idempotent. Returns whether it was there."""
         return self.backend.delete(key.path)
 
-    def clear_steps(self, incarnation: Incarnation, indexes: Sequence[int]) -> None:
-        """Remove some Steps of an incarnation; idempotent."""
-        for index in indexes:
-            self.backend.delete(step_path(incarnation.path, index))
-
     def clear_incarnation(self, incarnation_path: str) -> bool:
         """Remove all Steps of an incarnation; idempotent."""
         return self.backend.delete(f"steps/{incarnation_path}")
 
     def steps(self, incarnation_path: str) -> list[int]:
         """Return the indexes of the Steps an incarnation has on this unit."""
-        return [int(name) for name in self.backend.list(f"steps/{incarnation_path}")]
+        names = self.backend.list(f"steps/{incarnation_path}")
+        return [int(name) for name in names if name.isascii() and name.isdigit()]
 
     def incarnations(self) -> list[str]:
         """Return the paths of all incarnations that have Steps on this unit."""

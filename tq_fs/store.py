@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tq_fs import fields as f
 from tq_fs.backends import LocalBackend
 from tq_fs.budget import ByteBudget
@@ -20,8 +23,10 @@ from tq_fs.config import StoreConfig, folder_of
 from tq_fs.controller import Controller, Swept
 from tq_fs.errors import (
     InvalidConfig,
+    InvalidSelection,
     ReadOnlyStore,
     SessionClosed,
+    WrongProcess,
 )
 from tq_fs.fields import FieldSpec
 from tq_fs.hydrate import Allocate, Hydrator, Selection
@@ -34,7 +39,7 @@ from tq_fs.reader import SegmentReader
 from tq_fs.session import Session
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
-from tq_fs.store_folder import lock_folder, take_folder
+from tq_fs.store_folder import lock_folder, take_folder, unlock_folder
 from tq_fs.trajectory import Sample, Segment, Trajectory
 from tq_fs.writer import StepWriter
 
@@ -109,8 +114,8 @@ class Store:
     reader
         Reads references; None where the store is off.
     swept
-        What opening it removed: Steps of sessions that were never finalized, and of Segments
-        whose deletion was begun.
+        What opening it removed (Steps of sessions that were never finalized, and of Segments whose
+        deletion was begun), and which manifests it could not use.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class Store:
         self._read_only = read_only
         self._numbers = itertools.count(1)
         self._closed = False
+        self._pid = os.getpid()
         self._closing = ExitStack()
         with ExitStack() as opened:
             self._budget = ByteBudget(
@@ -176,7 +182,13 @@ class Store:
         else:
             incarnation = Incarnation(partition, session_id, f"{next(self._numbers):016x}")
         trajectory = Trajectory(incarnation, self._specs, mode)
-        return Session(trajectory, self._writer, self._controller, self.config.store_id)
+        return Session(
+            trajectory,
+            self._writer,
+            self._controller,
+            self.config.store_id,
+            check_open=self._check_open,
+        )
 
     def unreleased(
         self, consumer: str | None = None, *, partition: str | None = None
@@ -204,7 +216,7 @@ class Store:
         self._check_open()
         if self._controller is None:
             return 0
-        return self._controller.release(_refs(refs), consumer)
+        return self._controller.release(_refs([refs] if isinstance(refs, str) else refs), consumer)
 
     # ------------------------------------------------------------ hydrate
 
@@ -252,31 +264,45 @@ class Store:
         fields: Sequence[str] | None = None,
         layers: Range | None = None,
         tokens: Sequence[Range] | Range | None = None,
+        reuse: bool = False,
         allocate: Allocate = mapped_empty,
     ) -> MicroBatches:
         """Hydrate a shard lazily, one micro-batch ahead of its user.
+
+        At most two micro-batches are in memory, beside those whose tensors are still held.
 
         Parameters
         ----------
         size
             Samples in a micro-batch, or
         budget_bytes
-            bytes of its tensors. Two blocks of the largest micro-batch's size are held.
+            bytes of its tensors.
+        reuse
+            Hydrate into two blocks in turn, whose pages are touched only once: faster, but the
+            tensors of a micro-batch are overwritten as soon as the next one is taken.
         allocate
-            Gives the blocks' memory: a uint8 array of so many bytes.
+            Gives memory: a uint8 array of so many bytes (pinned, say).
         """
         self._check_open()
         select = _selection(fields, layers, tokens)
         chosen = self._samples(samples)
         if (size is None) == (budget_bytes is None):
             raise InvalidConfig("give either size or budget_bytes", subject="micro_batches")
+        sizes = self._hydrator.sizes(chosen, select)
         if size is not None:
             runs = by_count(len(chosen), size)
         else:
             assert budget_bytes is not None
-            runs = by_budget(self._hydrator.sizes(chosen, select), budget_bytes)
+            runs = by_budget(sizes, budget_bytes)
         return MicroBatches(
-            self._hydrator, chosen, select, runs, pool=self._ahead, allocate=allocate
+            self._hydrator,
+            chosen,
+            select,
+            runs,
+            sizes,
+            pool=self._ahead,
+            allocate=allocate,
+            reuse=reuse,
         )
 
     def _samples(self, samples: Sequence[Sample | Segment | str]) -> list[Sample]:
@@ -300,12 +326,21 @@ class Store:
 
         Sessions that were not finalized are swept when the store is opened again.
         """
+        if os.getpid() != self._pid:
+            return  # everything belongs to the process that opened it
         self._closed = True
         self._closing.close()
 
     def _check_open(self) -> None:
+        name = f"store {self.config.store_id!r}"
         if self._closed:
-            raise SessionClosed("was closed", subject=f"store {self.config.store_id!r}")
+            raise SessionClosed("was closed", subject=name)
+        if os.getpid() != self._pid:
+            raise WrongProcess(
+                f"was opened in process {self._pid}, its threads do not live in this fork of it",
+                subject=name,
+                remedy="open the store (read_only, beside the writer) in the process that uses it",
+            )
 
     def __enter__(self) -> Store:
         """Return the store."""
@@ -324,7 +359,7 @@ class Store:
         """Take the folder, read the manifests and make the parts that work on them."""
         config = self.config
         if not self._read_only:
-            opened.callback(os.close, lock_folder(root))  # first, so that it is let go of last
+            opened.callback(unlock_folder, lock_folder(root))  # first, so that it is let go of last
         backend = LocalBackend(
             root,
             durability=config.durability,
@@ -333,6 +368,8 @@ class Store:
         )
         opened.callback(backend.close)
         opened.callback(self._writers.shutdown)  # before the backend goes
+        if not self._read_only:
+            backend.sweep()  # first of all: it makes room where the disk is full
         epoch = take_folder(backend, config.store_id, read_only=self._read_only)
         catalog = Catalog(backend, config.store_id, cache_bytes=config.manifest_cache_bytes)
         unit = None
@@ -341,9 +378,8 @@ class Store:
             unit = StorageUnit(backend, config.store_id, name=UNIT, options=options)
         self._controller = Controller(catalog, unit, epoch=epoch, now_ns=self._now_ns)
         if unit is None:
-            self._controller.load()
+            self.swept = self._controller.load()
         else:
-            backend.sweep()
             self.swept = self._controller.recover()
         pool = None
         if config.reader_threads > 1:
@@ -372,7 +408,21 @@ def _selection(
     fields: Sequence[str] | None, layers: Range | None, tokens: Sequence[Range] | Range | None
 ) -> Selection:
     ranges: tuple[Range, ...] | None = None
-    if tokens is not None:
-        one = isinstance(tokens, tuple) and len(tokens) == 2 and isinstance(tokens[0], int)
-        ranges = (tokens,) if one else tuple(tokens)  # type: ignore[assignment, arg-type]
-    return Selection(fields=None if fields is None else tuple(fields), layers=layers, tokens=ranges)
+    if tokens is not None and not len(tokens):
+        ranges = ()
+    elif tokens is not None:
+        ranges = tuple(map(_range, [tokens] if np.ndim(tokens[0]) == 0 else tokens))
+    return Selection(
+        fields=None if fields is None else tuple(fields),
+        layers=None if layers is None else _range(layers),
+        tokens=ranges,
+    )
+
+
+def _range(value: Any) -> Range:
+    """Return a half-open range given as a pair of whole numbers of any kind."""
+    try:
+        start, stop = map(operator.index, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidSelection("is no pair of whole numbers", subject=repr(value)) from error
+    return start, stop

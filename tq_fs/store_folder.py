@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from tq_fs import manifests
-from tq_fs.backends import LocalBackend, mapped
+from tq_fs.backends import STAGING, LocalBackend, mapped
 from tq_fs.errors import ObjectMissing, StoreBusy, WrongStore
 from tq_fs.manifests import STORE_SCHEMA, StoreDocument
 
@@ -16,23 +17,71 @@ LOCK_FILE = ".lock"
 
 
 def lock_folder(root: Path) -> int:
-    """Take a store's folder for writing, for as long as the descriptor returned is open."""
+    """Take a store's folder for writing, for as long as the descriptor returned is open.
+
+    A forked child lets go of it, so that the folder does not stay taken for the child's life.
+
+    Raises
+    ------
+    WrongStore
+        The folder holds something that is no store.
+    StoreBusy
+        Another process, or another store of this one, has it.
+    """
     with mapped(str(root)):
         root.mkdir(parents=True, exist_ok=True)
+        _check_own(root)
         fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _lock(fd, root)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not _held:
+        os.register_at_fork(after_in_child=_let_go)
+    _held.add(fd)
+    return fd
+
+
+def unlock_folder(fd: int) -> None:
+    """Let go of a folder."""
+    _held.discard(fd)
+    os.close(fd)
+
+
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+def _check_own(root: Path) -> None:
+    """Refuse a folder that holds anything but a store; nothing in it may be swept."""
+    names = set(os.listdir(root))
+    strange = names - {LOCK_FILE, STAGING}
+    if strange and STORE_FILE not in names:
+        raise WrongStore(
+            f"holds {sorted(strange)[:3]} and no {STORE_FILE}: it is no store",
+            subject=str(root),
+            remedy="use an empty folder",
+        )
+
+
+def _lock(fd: int, root: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
         raise StoreBusy(
             f"process {holder or 'unknown'} has it open for writing",
             subject=str(root),
             remedy="close it there, open it here with read_only, or use another store_id",
         ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
+    with suppress(OSError):  # a full disk: the name is for messages only
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
 
 def take_folder(backend: LocalBackend, store_id: str, *, read_only: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
+from typing import NamedTuple
 
 from tq_fs.budget import ByteBudget
 from tq_fs.errors import ObjectExists, SessionClosed, TqFsError
@@ -53,7 +54,9 @@ class StepWriter:
     def submit(self, trajectory: Trajectory, step: StepInput) -> Future[StepRecord]:
         """Check a Step and send its selected fields off.
 
-        Waits, up to the budget's deadline, until there is room for them.
+        Waits, up to the budget's deadline, until there is room for them. The arrays are not copied:
+        they must not change before the future is done, nor at all where their field stays in
+        memory.
 
         Returns
         -------
@@ -76,16 +79,22 @@ class StepWriter:
             return done
         nbytes = sum(array.values.nbytes for array in arrays)
         self._budget.acquire(nbytes)
+        load = [_Load(planned, arrays, kept)]
+        del planned, arrays
         try:
-            future = self._pool.submit(
-                _put_and_commit, self._unit, trajectory, planned, arrays, kept
-            )
+            future = self._pool.submit(_put_and_commit, self._unit, trajectory, load)
         except BaseException as error:
             self._budget.release(nbytes)
             if isinstance(error, RuntimeError):  # how a pool says that it was shut down
-                raise SessionClosed("its store was closed", subject=str(planned.key)) from error
+                name = str(load[0].planned.key)
+                raise SessionClosed("its store was closed", subject=name) from error
             raise
-        future.add_done_callback(lambda _: self._budget.release(nbytes))
+
+        def settled(_: Future[StepRecord]) -> None:
+            load.clear()  # a cancelled Step stays in the pool's queue: let its arrays go
+            self._budget.release(nbytes)
+
+        future.add_done_callback(settled)
         return future
 
 
@@ -96,13 +105,16 @@ def _selected(
     return [FieldArray(spec, arrays[spec.name]) for spec in specs if spec.name in names]
 
 
-def _put_and_commit(
-    unit: StorageUnit,
-    trajectory: Trajectory,
-    planned: PlannedStep,
-    arrays: Sequence[FieldArray],
-    kept: frozenset[str],
-) -> StepRecord:
+class _Load(NamedTuple):
+    """What a writer thread needs of a Step."""
+
+    planned: PlannedStep
+    arrays: Sequence[FieldArray]
+    kept: frozenset[str]
+
+
+def _put_and_commit(unit: StorageUnit, trajectory: Trajectory, load: Sequence[_Load]) -> StepRecord:
+    planned, arrays, kept = load[0]
     try:
         stored = unit.put(planned.key, len(planned.record.tokens), arrays)
         return trajectory.commit(planned, stored, kept)

@@ -2,6 +2,6 @@
 
 from tq_fs.backends._base import Backend, Buffer, ObjectReader
 from tq_fs.backends._errors import mapped
-from tq_fs.backends._local import LocalBackend
+from tq_fs.backends._local import STAGING, LocalBackend
 
-__all__ = ["Backend", "Buffer", "LocalBackend", "ObjectReader", "mapped"]
+__all__ = ["STAGING", "Backend", "Buffer", "LocalBackend", "ObjectReader", "mapped"]

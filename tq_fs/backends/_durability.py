@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from typing import Literal, get_args
@@ -47,7 +48,6 @@ class _Round:
 
     def __init__(self) -> None:
         self.ended = False
-        self.error: OSError | None = None
 
 
 class GroupSync:
@@ -55,6 +55,9 @@ class GroupSync:
 
     The first to come leads and syncs; those that come while it does wait for the next round,
     because their writes may have missed this one. One of them leads that.
+
+    A failure is final. The kernel reports a failed write-back once and then forgets the pages, so
+    a later sync succeeds without them: nobody knows any more whose data is on the device.
     """
 
     def __init__(self, fd: int) -> None:
@@ -62,6 +65,7 @@ class GroupSync:
         self._turn = threading.Condition()
         self._running = False
         self._next = _Round()
+        self._failure: OSError | None = None
 
     def wait(self) -> None:
         """Return once a sync that began after this call has ended.
@@ -69,28 +73,34 @@ class GroupSync:
         Raises
         ------
         OSError
-            That sync failed; nothing may be acknowledged on it.
+            That sync, or an earlier one, failed; nothing may be acknowledged any more.
         """
         with self._turn:
             mine = self._next
             while self._running and not mine.ended:
                 self._turn.wait()
-            leads = not mine.ended
+            leads = not mine.ended and self._failure is None
             if leads:
                 self._running = True
                 self._next = _Round()
         if leads:
             self._lead(mine)
-        if mine.error is not None:
-            raise OSError(mine.error.errno, mine.error.strerror) from mine.error
+        if self._failure is not None:
+            raise OSError(self._failure.errno, f"{self._failure.strerror}{_REMEDY}")
 
     def _lead(self, mine: _Round) -> None:
+        failure: OSError | None = OSError(errno.EINTR, "the sync was interrupted")
         try:
             sync_file_system(self._fd)
+            failure = None
         except OSError as error:
-            mine.error = error
+            failure = error
         finally:
             with self._turn:
+                self._failure = self._failure or failure
                 self._running = False
                 mine.ended = True
                 self._turn.notify_all()
+
+
+_REMEDY = " in this sync or an earlier one: close the store, check the device, open it again"

@@ -14,11 +14,14 @@ from tq_fs.backends._durability import Durability, GroupSync, check_durability
 from tq_fs.backends._errors import check_key, mapped, translate
 from tq_fs.backends._files import LocalObject, parts, sync_folder, write
 from tq_fs.backends._staging import Staged, Staging, folders_of
-from tq_fs.errors import ObjectExists, ObjectMissing, ObjectShort, ReadOnlyStore
+from tq_fs.errors import ObjectExists, ObjectMissing, ObjectShort, ReadOnlyStore, StorageFull
 
 STAGING = ".staging"
 _PART_BYTES = 1024 * 1024
 _RACES = 16
+_RESERVE = "reserve"
+_RESERVE_BYTES = 256 * 1024
+_MOST_SETTLED = 10_000
 _PRUNED_DEPTH = 4  # as deep as groups have parents
 _READ = os.O_RDONLY | os.O_CLOEXEC
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -80,6 +83,8 @@ class LocalBackend:
         self._at = at
         self._fds: list[int] = []
         self._stage = -1
+        self._keeps_reserve = self._reserved = False
+        self._settled: set[str] = set()  # folders whose entry in their parent is synced
         with mapped(str(self.root)):
             if not read_only:
                 (self.root / STAGING).mkdir(parents=True, exist_ok=True)
@@ -87,6 +92,10 @@ class LocalBackend:
             if not read_only:
                 self._stage = self._keep(os.open(self.root / STAGING, _FOLDER))
         if not read_only:
+            if self.durability != "none":
+                with mapped(str(self.root)):
+                    sync_folder(".", self._root)
+                    sync_folder("..", self._root)
             self._staging = Staging(self._stage, ahead=ahead)
         self._group_sync = GroupSync(self._root)
 
@@ -121,6 +130,14 @@ class LocalBackend:
         """Write one small object whole, replacing what was there at once."""
         check_key(key)
         self._check_writable()
+        try:
+            self._put(key, data)
+        except StorageFull:
+            if not self._spend_reserve():
+                raise
+            self._put(key, data)
+
+    def _put(self, key: str, data: bytes) -> None:
         with mapped(self._name(key)):
             name = self._staging.name()
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -177,15 +194,26 @@ class LocalBackend:
                 os.mkdir(at, dir_fd=self._root)
             except FileExistsError:
                 continue
-            if self.durability == "step":
-                sync_folder(os.path.dirname(at) or ".", self._root)
+            self._settled.discard(at)
 
     def _settle(self, key: str) -> None:
         """Wait until the policy lets a write be acknowledged."""
         if self.durability == "step":
-            sync_folder(os.path.dirname(key) or ".", self._root)
+            self._sync_entries(key)
         elif self.durability == "batch":
             self._group_sync.wait()
+
+    def _sync_entries(self, key: str) -> None:
+        """Sync the folder that holds `key`, and those above it that are not synced yet."""
+        if len(self._settled) > _MOST_SETTLED:
+            self._settled.clear()
+        folder = os.path.dirname(key)
+        sync_folder(folder or ".", self._root)
+        while folder and folder not in self._settled:
+            parent = os.path.dirname(folder)
+            sync_folder(parent or ".", self._root)
+            self._settled.add(folder)
+            folder = parent
 
     def _accept_equal(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
         """Let a repeated write pass; refuse one of other content."""
@@ -270,17 +298,40 @@ class LocalBackend:
             self._at("delete renamed")
             self._discard(trash)
             self._prune(os.path.dirname(prefix))
+            if self._keeps_reserve and not self._reserved:
+                self._reserve()
         return True
+
+    def _reserve(self) -> None:
+        """Keep some room for small objects, without which nothing could be released."""
+        with suppress(OSError):
+            fd = os.open(_RESERVE, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644, dir_fd=self._stage)
+            try:
+                os.posix_fallocate(fd, 0, _RESERVE_BYTES)
+                self._reserved = True
+            finally:
+                os.close(fd)
+
+    def _spend_reserve(self) -> bool:
+        """Give the kept room back to the file system; return whether there was some."""
+        had, self._reserved = self._reserved, False
+        with suppress(OSError):
+            os.unlink(_RESERVE, dir_fd=self._stage)
+        return had
 
     def sweep(self) -> int:
         """Remove what writers and deletes of an earlier process left; return how many pieces.
 
-        Only for the one process that writes.
+        Only for the one process that writes. From then on some room is kept for small objects, so
+        that Segments can be released on a full disk.
         """
-        left = os.listdir(self.root / STAGING)
-        for name in left:
-            self._discard(name)
-        self._prune_all()
+        with mapped(f"{self.root}/{STAGING}"):
+            left = os.listdir(self.root / STAGING)
+            for name in left:
+                self._discard(name)
+            self._prune_all()
+        self._keeps_reserve = True
+        self._reserve()
         return len(left)
 
     def _prune_all(self) -> None:
@@ -321,6 +372,7 @@ class LocalBackend:
         if not self._fds:
             return
         if not self._read_only:
+            self._spend_reserve()
             self._staging.close()
         while self._fds:
             os.close(self._fds.pop())

@@ -16,13 +16,15 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 from tq_fs.backends._errors import check_key
 
 _SHAPES = 3
+_SMALLEST = 3  # members; of fewer, nothing is gained
 _BURST_S = 0.002  # without a writer for so long, a burst is over
-_SHARE = 4  # of the process's descriptors, for one shape
+_SHARE = 8  # of the process's descriptors
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
@@ -61,13 +63,15 @@ class Staging:
     folder_fd
         Descriptor of the folder; stays the caller's.
     ahead
-        Groups of each shape to keep ready; 0 makes every one on demand and starts no thread.
+        Groups to keep ready, of all shapes together; 0 makes every one on demand and starts no
+        thread. Never more than an eighth of the process's descriptors are held open.
     """
 
     def __init__(self, folder_fd: int, *, ahead: int) -> None:
         self._folder = folder_fd
         self._ahead = ahead
         self._pools: OrderedDict[tuple[str, ...], _Pool] = OrderedDict()
+        self._retired: deque[_Pool] = deque()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._run = f"{os.getpid():x}-{os.urandom(4).hex()}"
@@ -82,7 +86,7 @@ class Staging:
     def take(self, members: Iterable[str]) -> Staged:
         """Return an empty group with these member files."""
         shape = tuple(members)
-        if not self._ahead:
+        if not self._ahead or len(shape) < _SMALLEST:
             return self.make(shape)
         pool = self._pools.get(shape) or self._remember(shape)
         pool.taken += 1
@@ -135,55 +139,68 @@ class Staging:
         self._wake.set()
         if self._worker is not None:
             self._worker.join()
-        while self._pools:
-            self._forget(next(iter(self._pools)))
+        self._retired.extend(self._pools.values())
+        self._pools.clear()
+        self._drop_retired()
 
     def _remember(self, shape: tuple[str, ...]) -> _Pool:
-        """Keep groups of this shape ready from now on, in the place of the oldest shape."""
+        """Keep groups of this shape ready from now on, in the place of the least used shape."""
         with self._lock:
             pool = self._pools.setdefault(shape, _Pool(shape))
-            oldest = next(iter(self._pools)) if len(self._pools) > _SHAPES else None
+            if len(self._pools) > _SHAPES:
+                others = [p for p in self._pools.values() if p is not pool]
+                least = min(others, key=lambda p: p.taken)
+                self._retired.append(self._pools.pop(least.shape))
+            for other in self._pools.values():
+                other.taken //= 2  # so that what was used long ago counts for less
             if self._worker is None and not self._closed:
                 self._worker = threading.Thread(
                     target=self._work, name="tq-fs-staging", daemon=True
                 )
                 self._worker.start()
-        if oldest is not None:
-            self._forget(oldest)
         return pool
 
-    def _forget(self, shape: tuple[str, ...]) -> None:
-        with self._lock:
-            pool = self._pools.pop(shape, None)
-        while pool is not None and pool.ready:
-            try:
-                self.drop(pool.ready.popleft())
-            except IndexError:
-                return  # a writer took the last one
+    def _drop_retired(self) -> None:
+        while self._retired:
+            pool = self._retired.popleft()
+            while pool.ready:
+                with suppress(IndexError):  # a writer took the last one
+                    self.drop(pool.ready.popleft())
 
     def _work(self) -> None:
         while not self._closed:
             self._wake.wait()
             self._wake.clear()
             self._let_bursts_pass()
-            for pool in list(self._pools.values()):
-                self._fill(pool)
+            self._drop_retired()
+            pools = self._wanted()
+            for pool in pools:
+                self._fill(pool, self._share(pool, len(pools)))
+
+    def _wanted(self) -> list[_Pool]:
+        """Return the shapes that were asked for more than once."""
+        with self._lock:
+            return [pool for pool in self._pools.values() if pool.taken > 1]
+
+    def _share(self, pool: _Pool, shapes: int) -> int:
+        """Return how many groups of one shape are kept."""
+        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE
+        return min(self._ahead, open_files // len(pool.shape)) // shapes
 
     def _let_bursts_pass(self) -> None:
         """Leave the processor to writers, as long as they take groups and enough are ready."""
         seen = -1
         while not self._closed:
-            pools = [p for p in self._pools.values() if p.taken > 1]
-            taken = sum(p.taken for p in pools)
-            if taken == seen or any(len(p.ready) <= self._ahead // 4 for p in pools):
+            pools = self._wanted()
+            taken = sum(pool.taken for pool in pools)
+            few = any(len(p.ready) <= self._share(p, len(pools)) // 4 for p in pools)
+            if few or taken == seen:
                 return
             seen = taken
             time.sleep(_BURST_S)
 
-    def _fill(self, pool: _Pool) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE // max(1, len(pool.shape))
-        most = min(self._ahead, limit)
-        while pool.taken > 1 and len(pool.ready) < most and not self._closed:
+    def _fill(self, pool: _Pool, most: int) -> None:
+        while len(pool.ready) < most and not self._closed:
             try:
                 staged = self.make(pool.shape)
             except OSError:

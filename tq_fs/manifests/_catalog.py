@@ -1,4 +1,4 @@
-"""All manifests of a store: a small index in memory, the documents themselves in the backend."""
+"""All manifests of a store: in the backend, and the last used ones in memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Cached:
 class Catalog:
     """Finds what references mean. Safe to call from many threads.
 
-    Memory: about 200 bytes for each unreleased session, and a bounded cache of decoded manifests.
+    Memory: a bounded cache of decoded manifests.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Catalog:
     store_id
         References of other stores are refused.
     cache_bytes
-        Bound of the cache, counted in bytes of JSON.
+        Bound of the cache, counted in bytes of JSON; decoded they take about five times that.
     """
 
     def __init__(self, backend: Backend, store_id: str, *, cache_bytes: int) -> None:
@@ -156,14 +156,23 @@ class Catalog:
         except ObjectMissing:
             return SessionState(schema=STATE_SCHEMA, epoch=0, released={})
 
-    def incarnations(self) -> Iterator[Incarnation]:
-        """Yield every incarnation that has a manifest, by partition, session and age."""
+    def paths(self) -> Iterator[str]:
+        """Yield the path of every incarnation that has a manifest, sessions by age."""
         for partition in self._backend.list(_ROOT):
             for session in self._backend.list(f"{_ROOT}/{partition}"):
                 for name in self._backend.list(f"{_ROOT}/{partition}/{session}"):
-                    manifest = self._read(f"{_ROOT}/{partition}/{session}/{name}")
-                    if manifest is not None:
-                        yield manifest.manifest.incarnation
+                    yield f"{partition}/{session}/{name}"
+
+    def read(self, path: str) -> tuple[SessionManifest, SessionState] | None:
+        """Return the manifest and state at a path, if there is a manifest.
+
+        Raises
+        ------
+        CorruptError, WrongStore, InvalidSegment
+            It cannot be used.
+        """
+        found = self._read(f"{_ROOT}/{path}")
+        return (found.manifest, self.state(found.manifest.incarnation)) if found else None
 
     # ------------------------------------------------------------ inside
 

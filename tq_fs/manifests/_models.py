@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from crc32c import crc32c
 
 from tq_fs.errors import ManifestCorrupt
 from tq_fs.keys import Incarnation, SegmentRef
@@ -151,6 +152,12 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
     STORE_SCHEMA: StoreDocument,
 }
 
+_SEAL_SCHEMA = {
+    "type": "string",
+    "pattern": "^[0-9a-f]{8}$",
+    "description": "CRC-32C of all bytes behind this value's comma; comes first",
+}
+
 _Document = TypeVar("_Document", SessionManifest, SessionState, StoreDocument)
 
 
@@ -158,9 +165,26 @@ class _Head(msgspec.Struct):
     schema: str
 
 
+_SEAL = b'{"crc32c":"'
+_SEAL_BYTES = len(_SEAL) + 8 + len(b'",')
+
+
 def encode(document: SessionManifest | SessionState | StoreDocument) -> bytes:
-    """Return a document as JSON."""
-    return msgspec.json.encode(document)
+    """Return a document as JSON that begins with the CRC-32C of all that follows."""
+    body = msgspec.json.encode(document)[1:]
+    return b'%s%08x",%s' % (_SEAL, crc32c(body), body)
+
+
+def _unsealed(data: bytes, subject: str) -> bytes:
+    """Return a document's JSON without its checksum, once it agrees."""
+    body = data[_SEAL_BYTES:]
+    if data[:_SEAL_BYTES] != b'%s%08x",' % (_SEAL, crc32c(body)):
+        raise ManifestCorrupt(
+            f"does not begin with the checksum of its {len(body)} bytes",
+            subject=subject,
+            remedy="the bytes changed on the device, or were edited: restore the file",
+        )
+    return b"{" + body
 
 
 def decode(data: bytes, kind: type[_Document], subject: str) -> _Document:
@@ -171,12 +195,13 @@ def decode(data: bytes, kind: type[_Document], subject: str) -> _Document:
     FormatTooNew
         Written by a later version.
     ManifestCorrupt
-        Not JSON, or not a document of this kind.
+        Its checksum differs, or it is no document of this kind.
     """
+    plain = _unsealed(data, subject)
     want = next(name for name, known in SCHEMAS.items() if known is kind)
     try:
-        check_schema(msgspec.json.decode(data, type=_Head).schema, want, subject)
-        return msgspec.json.decode(data, type=kind)
+        check_schema(msgspec.json.decode(plain, type=_Head).schema, want, subject)
+        return msgspec.json.decode(plain, type=kind)
     except msgspec.DecodeError as error:
         raise ManifestCorrupt(f"cannot be read: {error}", subject=subject) from error
 
@@ -184,4 +209,7 @@ def decode(data: bytes, kind: type[_Document], subject: str) -> _Document:
 def json_schema(name: str) -> dict[str, Any]:
     """Return the JSON Schema of a document, as it lies in ``schemas/``."""
     schema = msgspec.json.schema(SCHEMAS[name])
+    top = schema["$defs"][SCHEMAS[name].__name__]
+    top["properties"] = {"crc32c": _SEAL_SCHEMA, **top["properties"]}
+    top["required"] = ["crc32c", *top["required"]]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": name, **schema}

@@ -35,9 +35,10 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sizes
         Stored bytes of each chunk in the order of the object; None where they are uncompressed.
     unknown
-        Row ranges that are -1, or ``"mask"`` where an array ``<field>_unknown`` says which values.
+        Row ranges that are -1 as a whole.
     mask
-        That array's own entry.
+        Entry of the array ``<field>_unknown``, which says what values are -1 where row ranges
+        cannot.
     """
 
     shape: tuple[int, ...]

@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 StepKind = Literal["create", "append", "branch", "boundary"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRecord:
     """What the Proxy keeps of a Step; fields that went to the store are not among it.
 

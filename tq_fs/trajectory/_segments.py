@@ -17,7 +17,7 @@ from tq_fs.trajectory._records import StepRecord, Tokens
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
     """A Segment as training sees it; small, apart from the in-memory fields it carries.
 
@@ -42,7 +42,7 @@ class Sample:
     arrays: Mapping[str, Array] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
     """A trainable unit built from one or more Steps.
 

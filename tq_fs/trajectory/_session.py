@@ -23,7 +23,7 @@ from tq_fs.steps import StepEntry
 from tq_fs.trajectory._records import Array, StepKind, StepRecord, Tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepInput:
     """A model invocation as it arrives.
 
@@ -42,7 +42,8 @@ class StepInput:
         Generated tokens, int ``[r]``.
     values
         Fields by name: one row for each row the Step holds. A field with a `context_fill` may
-        come with rows for the response only.
+        come with rows for the response only. Not copied: what stays in memory must not be changed
+        afterwards, what goes to the store not before the Step is recorded.
     version
         Weight version.
     reason
@@ -58,7 +59,7 @@ class StepInput:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedStep:
     """A checked Step that is not recorded yet: its record with all fields in memory."""
 
