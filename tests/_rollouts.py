@@ -8,6 +8,7 @@ expected tensors here are made by that rule from the whole reports, not from wha
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from crc32c import crc32c
 
 import tq_fs
 from tq_fs import FieldSpec, Session, StepInput, StepRecord, plan
@@ -349,9 +351,9 @@ def open_store(folder: Path, fields: Iterable[Field], **settings: Any) -> tq_fs.
 
 
 def tree(folder: Path) -> set[str]:
-    """Return the path of every file below a folder, the lock left out."""
+    """Return the path of every file below a folder, the lock and the reserve left out."""
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()}
-    return {f for f in files if not f.endswith("/.lock")}
+    return {f for f in files if not f.endswith(("/.lock", ".staging/reserve"))}
 
 
 def empty_folders(folder: Path) -> set[str]:
@@ -368,6 +370,12 @@ def visible_steps(folder: Path) -> set[str]:
         for p in folder.glob("**/steps/*/*/*/*/zarr.json")
         if ".staging" not in p.parts
     }
+
+
+def sealed(document: dict[str, Any]) -> bytes:
+    """Return an edited document under a checksum that agrees with it."""
+    body = json.dumps({k: v for k, v in document.items() if k != "crc32c"}).encode()[1:]
+    return b'{"crc32c":"%08x",%s' % (crc32c(body), body)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -125,6 +126,18 @@ def test_a_deadline_does_not_pass_early() -> None:
     with pytest.raises(BackpressureTimeout):
         room.acquire(1)
     assert time.monotonic() - started >= 0.3
+
+
+@pytest.mark.parametrize("deadline_s", [math.inf, 1e12])
+def test_a_deadline_may_be_as_far_as_never(deadline_s: float) -> None:
+    room = budget(100, deadline_s=deadline_s)
+    room.acquire(100)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(room.acquire, 1)
+        assert blocked(waiting)
+        room.release(1)
+        waiting.result(20)
+    assert room.used_bytes == 100
 
 
 def test_room_that_is_free_needs_no_time() -> None:

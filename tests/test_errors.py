@@ -24,7 +24,6 @@ CODES = {
     "CapacityError": "capacity",
     "StorageFull": "storage_full",
     "BackpressureTimeout": "backpressure_timeout",
-    "StepTooLarge": "step_too_large",
     "BudgetTooSmall": "budget_too_small",
     "FatalError": "fatal",
     "InputError": "input",
@@ -35,12 +34,14 @@ CODES = {
     "RowCountMismatch": "row_count_mismatch",
     "WidthChanged": "width_changed",
     "EmptyStep": "empty_step",
+    "StepTooLarge": "step_too_large",
     "InvalidLineage": "invalid_lineage",
     "InvalidSegment": "invalid_segment",
     "InvalidSelection": "invalid_selection",
     "ConflictError": "conflict",
     "ObjectExists": "object_exists",
     "SessionClosed": "session_closed",
+    "WrongProcess": "wrong_process",
     "WrongStore": "wrong_store",
     "StaleReference": "stale_reference",
     "ReadOnlyStore": "read_only",
@@ -102,6 +103,7 @@ def test_crosses_processes_whole(kind: type[TqFsError], clone: object) -> None:
     ("kind", "builtin"),
     [
         (errors.InputError, ValueError),
+        (errors.StepTooLarge, ValueError),
         (errors.MissingError, LookupError),
         (errors.DependencyMissing, ImportError),
     ],
@@ -113,3 +115,9 @@ def test_is_caught_as_the_builtin_it_resembles(
     with pytest.raises(builtin, match="disk: full"):
         raise kind("full", subject="disk")
     assert issubclass(InvalidKey, ValueError)
+
+
+def test_no_room_is_waited_for_that_cannot_come() -> None:
+    """A handler of CapacityError releases and tries again; a Step too large never fits."""
+    assert issubclass(errors.StepTooLarge, errors.InputError)
+    assert issubclass(errors.WrongProcess, errors.ConflictError)

@@ -282,6 +282,7 @@ store.release(segments, "eval")
 print(json.dumps([s.ref for s in segments]), flush=True)
 armed = phase == "release"
 store.release(segments[:2])
+store.release(segments[2:4])
 print(json.dumps(["half"]), flush=True)
 store.release(segments)
 print("never reached the point")

@@ -118,6 +118,8 @@ def test_the_largest_expert_count_of_each_type_is_accepted(count: int, stored: s
         {"name": ""},
         {"name": "../x"},
         {"name": "x_unknown"},
+        *({"name": n} for n in ("kind", "parent", "context", "response", "version", "reason")),
+        {"name": "values"},
         {"dtype": "U8"},
         {"dtype": "object"},
         {"dtype": "complex64"},
@@ -244,8 +246,23 @@ def test_any_number_is_a_logprob(values: Any) -> None:
 
 @pytest.mark.parametrize("spec", [logprobs(), routed_experts()], ids=lambda s: s.name)
 def test_ragged_rows_are_refused(spec: FieldSpec) -> None:
-    with pytest.raises(InvalidField, match="rows differ in shape"):
+    with pytest.raises(InvalidField, match=rf"{spec.name}: is no plain array \(.*inhomogeneous"):
         coerce(spec, [[1, 2], [3]])
+
+
+@pytest.mark.parametrize("trouble", ["bfloat16", "requires grad"])
+def test_a_tensor_that_numpy_cannot_take_is_refused(trouble: str) -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.zeros(3)
+    values = values.bfloat16() if trouble == "bfloat16" else values.requires_grad_()
+    with pytest.raises(InvalidField, match=r"Step 3, logprobs: is no plain array"):
+        coerce(logprobs(), values, "Step 3")
+
+
+def test_a_plain_tensor_is_taken_by_value() -> None:
+    torch = pytest.importorskip("torch")
+    out = coerce(logprobs(), torch.tensor([-0.5, -1.0]))
+    np.testing.assert_array_equal(out, np.array([-0.5, -1.0], np.float32))
 
 
 def test_nan_payloads_and_signed_zeros_keep_their_bits() -> None:
@@ -260,6 +277,17 @@ def test_nan_payloads_and_signed_zeros_keep_their_bits() -> None:
 def test_what_has_the_right_type_already_is_not_copied() -> None:
     values = ids(1, 2)
     assert coerce(experts(), values) is values
+
+
+@pytest.mark.parametrize(("rows", "copied"), [(1, True), (49, True), (50, False), (100, False)])
+def test_a_small_part_of_an_array_does_not_keep_it_in_memory(rows: int, copied: bool) -> None:
+    whole = ids(rows=100)
+    whole[:] = np.arange(600).reshape(100, 2, 3)
+    part = whole[-rows:]
+    out = coerce(experts(), part)
+    np.testing.assert_array_equal(out, part)
+    assert np.shares_memory(out, whole) != copied
+    assert (out.base is None) == copied
 
 
 def test_non_contiguous_arrays_are_taken_by_value() -> None:
@@ -490,6 +518,21 @@ def test_dense_layers_count_where_the_engine_records_them() -> None:
     ids=["dense", "empty", "nested dense", "no experts", "nested null"],
 )
 def test_a_model_without_experts_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig, match="give layers, topk and experts yourself"):
+        routed_experts_of_model(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**MIXTRAL, "num_experts_per_tok": None, "moe_topk": [2] * 32},
+        MIXTRAL | {"moe_layer_freq": [0, 1]},
+        MIXTRAL | {"num_hidden_layers": "many"},
+        {"text_config": [1]},
+    ],
+    ids=["top-k per layer", "few flags", "words", "list"],
+)
+def test_a_routing_that_is_unknown_here_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig, match="give layers, topk and experts yourself"):
         routed_experts_of_model(config)
 

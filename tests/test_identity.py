@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -37,7 +39,9 @@ from tests._rollouts import (
     standard_fields,
 )
 from tq_fs import FieldSpec
+from tq_fs.backends import LocalBackend
 from tq_fs.manifests import Mode
+from tq_fs.steps import StepEntry
 
 LAYERS, TOPK = 5, 2
 NAMES = ("logprobs", "routed_experts", "entropy", "drafts", "gate")
@@ -454,6 +458,48 @@ def test_a_selection_that_makes_no_sense_is_refused_on_both_paths(
             store.hydrate(segments, fields=["entropy"])
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_ranges_may_be_pairs_of_whole_numbers_of_any_kind(tmp_path: Path, stored: bool) -> None:
+    url = tmp_path.as_uri() if stored else None
+    fields = Case(extras=False).fields()
+    rollout = short_rollout(fields, 1)
+    (expected,) = rollout.expected("lineage")
+    with tq_fs.open_store(url, fields=specs(fields), prepared_groups=0) as store:
+        session = store.session("s")
+        rollout.record(session)
+        segments = session.finalize()
+        pairs: list[Any] = [(1, 3), [1, 3], (np.int64(1), np.int64(3)), np.array([1, 3])]
+        for pair in pairs:
+            by_layers = expected.slime(specs(fields), layers=(1, 3))
+            assert_batch(store.hydrate(segments, layers=pair), [by_layers])
+            one = expected.slime(specs(fields), ranges=[(1, 3)])
+            assert_batch(store.hydrate(segments, tokens=pair), [one])
+            two = expected.slime(specs(fields), ranges=[(1, 3), (5, 8)])
+            assert_batch(store.hydrate(segments, tokens=[pair, (5, 8)]), [two])
+        none = expected.slime(specs(fields), ranges=[])
+        assert_batch(store.hydrate(segments, tokens=[]), [none])
+
+
+NO_RANGES: list[Any] = [(1,), (1, 2, 3), (1.0, 3.0), ("a", "b"), (None, 3), 5, "12", (1, [2])]
+
+
+@pytest.mark.parametrize("nonsense", NO_RANGES, ids=repr)
+def test_what_is_no_range_is_refused(tmp_path: Path, nonsense: Any) -> None:
+    fields = Case(extras=False).fields()
+    with tq_fs.open_store(None, fields=specs(fields)) as store:
+        session = store.session("s")
+        short_rollout(fields, 1).record(session)
+        segments = session.finalize()
+        selections: list[dict[str, Any]] = [
+            {"layers": nonsense}, {"tokens": nonsense}, {"tokens": [(0, 1), nonsense]},
+        ]  # fmt: skip
+        for select in selections:
+            with pytest.raises(tq_fs.errors.InvalidSelection):
+                store.hydrate(segments, **select)
+            with pytest.raises(tq_fs.errors.InvalidSelection):
+                store.micro_batches(segments, size=1, **select)
+
+
 # ---------------------------------------------------------------- micro-batches and arenas
 
 
@@ -491,7 +537,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def test_micro_batches_by_size_give_the_shard_in_order(shard: Any, size: int) -> None:
     store, samples, want = shard
     blocks = Blocks()
-    batches = store.micro_batches(samples, size=size, allocate=blocks)
+    batches = store.micro_batches(samples, size=size, allocate=blocks, reuse=True)
     assert len(batches) == -(-12 // size)
     batches.prefetch()
     at = 0
@@ -499,11 +545,11 @@ def test_micro_batches_by_size_give_the_shard_in_order(shard: Any, size: int) ->
         assert batch.samples == tuple(samples[at : at + size])
         assert_batch(batch.tensors, want[at : at + size])
         batches.prefetch()  # must not touch the batch in hand
+        store._ahead.submit(int).result(20)  # its only thread is through with it
         assert_batch(batch.tensors, want[at : at + size])
         at += size
     assert at >= 12
     assert len(blocks.sizes) == min(2, len(batches))
-    assert list(batches) == []
 
 
 @pytest.mark.parametrize("more", [0, 1000, 10_000, 10**9])
@@ -511,7 +557,7 @@ def test_micro_batches_by_budget_stay_within_it(shard: Any, more: int) -> None:
     store, samples, want = shard
     one = max(sum(-(-a.nbytes // 64) * 64 for a in sample.values()) for sample in want)
     blocks = Blocks()
-    batches = store.micro_batches(samples, budget_bytes=one + more, allocate=blocks)
+    batches = store.micro_batches(samples, budget_bytes=one + more, allocate=blocks, reuse=True)
     seen = 0
     for batch in batches:
         assert_batch(batch.tensors, want[seen : seen + len(batch.samples)])
@@ -520,6 +566,146 @@ def test_micro_batches_by_budget_stay_within_it(shard: Any, more: int) -> None:
     assert max(blocks.sizes) <= one + more
     assert len(blocks.sizes) <= 2
     assert (len(batches) == 1) == (more == 10**9)
+
+
+def assert_shard(batches: Sequence[Any], want: Sequence[dict[str, Array]]) -> None:
+    """Compare all micro-batches at once, after the last one was taken."""
+    at = 0
+    for batch in batches:
+        assert_batch(batch.tensors, want[at : at + len(batch.samples)])
+        at += len(batch.samples)
+    assert at == len(want)
+
+
+@pytest.mark.parametrize("prefetched", [True, False])
+@pytest.mark.parametrize("size", [1, 5, 12])
+def test_each_micro_batch_owns_its_memory_and_is_valid_as_long_as_it_is_held(
+    shard: Any, size: int, prefetched: bool
+) -> None:
+    store, samples, want = shard
+    blocks = Blocks()
+    batches = store.micro_batches(samples, size=size, allocate=blocks)
+    if prefetched:
+        batches.prefetch()
+    assert_shard(list(batches), want)
+    assert len(blocks.sizes) == len(batches)
+
+
+def test_the_memory_of_a_micro_batch_goes_with_its_tensors(shard: Any) -> None:
+    store, samples, _ = shard
+    made: list[weakref.ref[Any]] = []
+
+    def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
+        block = np.empty(nbytes, np.uint8)
+        made.append(weakref.ref(block))
+        return block
+
+    most = 0
+    for _batch in store.micro_batches(samples, size=1, allocate=allocate):
+        gc.collect()
+        most = max(most, sum(block() is not None for block in made))
+    assert len(made) == 12
+    assert most <= 3  # the one in hand, the one ahead, and the one that was just let go
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_every_iteration_over_micro_batches_begins_anew(shard: Any, reuse: bool) -> None:
+    store, samples, want = shard
+    batches = store.micro_batches(samples, size=5, reuse=reuse)
+    for left_at in (None, 0, 1, 2, None):
+        at = 0
+        for number, batch in enumerate(batches):
+            assert_batch(batch.tensors, want[at : at + len(batch.samples)])
+            at += len(batch.samples)
+            if number == left_at:
+                break
+        assert at == (12 if left_at is None else min(12, 5 * (left_at + 1)))
+    batches.prefetch()  # of what the next loop begins with
+    for number, batch in enumerate(batches):
+        assert_batch(batch.tensors, want[5 * number : 5 * number + 5])
+
+
+class Failing(LocalBackend):
+    """A backend whose next reads fail."""
+
+    fails = 0
+
+    def open(self, key: str) -> Any:
+        if Failing.fails and "/s3/" in key:
+            Failing.fails -= 1
+            raise tq_fs.errors.StorageFailed("the device said no", subject=key)
+        return super().open(key)
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_after_an_error_an_iteration_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool
+) -> None:
+    monkeypatch.setattr("tq_fs.store.LocalBackend", Failing)
+    fields = standard_fields(LAYERS, TOPK)
+    with open_store(tmp_path, fields, reader_threads=1) as store:
+        segments, want = [], []
+        for i in range(5):
+            rollout = short_rollout(fields, i, turns=1)
+            session = store.session(f"s{i}")
+            rollout.record(session)
+            segments += session.finalize()
+            want += [e.slime(specs(fields)) for e in rollout.expected("lineage")]
+        batches = store.micro_batches(segments, size=1, reuse=reuse)
+        monkeypatch.setattr(Failing, "fails", 1)
+        loop = iter(batches)
+        for sample in want[:3]:
+            assert_batch(dict(next(loop).tensors), [sample])
+        with pytest.raises(tq_fs.errors.StorageFailed):
+            next(loop)
+        for batch, sample in zip(batches, want, strict=True):
+            assert_batch(dict(batch.tensors), [sample])
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_micro_batches_of_a_closed_store_say_so(tmp_path: Path, begun: bool) -> None:
+    fields = standard_fields(LAYERS, TOPK)
+    with open_store(tmp_path, fields) as store:
+        session = store.session("s")
+        for i in range(4):
+            rollout = short_rollout(fields, i, turns=1)
+            rollout.record(session)
+        batches = store.micro_batches(session.finalize(), size=1)
+        loop = iter(batches)
+        if begun:
+            next(loop)
+    with pytest.raises(tq_fs.errors.SessionClosed):
+        list(loop)
+    with pytest.raises(tq_fs.errors.SessionClosed):
+        list(batches)
+    with pytest.raises(tq_fs.errors.SessionClosed):
+        batches.prefetch()
+
+
+def test_sizing_a_shard_keeps_no_more_manifests_than_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[int] = []
+
+    class Watching(LocalBackend):
+        def get(self, key: str) -> bytes:
+            if key.endswith("manifest.json"):
+                alive.append(sum(type(o) is StepEntry for o in gc.get_objects()))
+            return super().get(key)
+
+    monkeypatch.setattr("tq_fs.store.LocalBackend", Watching)
+    fields = standard_fields(LAYERS, TOPK)
+    with open_store(tmp_path, fields, manifest_cache_bytes=1) as store:
+        segments = []
+        for i in range(20):
+            session = store.session(f"s{i}")
+            short_rollout(fields, i, turns=1).record(session)
+            segments += session.finalize()
+        gc.collect()
+        before = sum(type(o) is StepEntry for o in gc.get_objects())
+        store.micro_batches(segments, budget_bytes=10**6)
+        assert len(alive) >= 19
+        assert max(alive) <= before + 2
 
 
 def test_micro_batches_select_layers_and_tokens(shard: Any) -> None:

@@ -27,6 +27,7 @@ from tests._rollouts import (
     open_store,
     routes,
     run_child,
+    sealed,
     short_rollout,
     small_chunks,
     specs,
@@ -211,14 +212,113 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
     session.record(rollout.step(rollout.turns[0]))
     store.close()
     store.close()
-    with pytest.raises(SessionClosed):
-        session.record(rollout.step(rollout.turns[1]))
-    with pytest.raises(TqFsError):
-        store.hydrate(segments)
-    with pytest.raises(TqFsError):
-        store.release(segments)
-    with pytest.raises(TqFsError):
-        session.finalize()
+    before = contents(tmp_path)
+    uses: list[Callable[[], Any]] = [
+        lambda: session.record(rollout.step(rollout.turns[1])),
+        session.finalize,
+        session.discard,
+        lambda: store.hydrate(segments),
+        lambda: store.release(segments),
+        lambda: store.session("c"),
+        store.unreleased,
+        lambda: store.micro_batches(segments, size=1),
+    ]
+    for use in uses:
+        with pytest.raises(SessionClosed, match="closed"):
+            use()
+    assert contents(tmp_path) == before
+    assert len(visible_steps(tmp_path)) == 4
+
+
+FORKED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from tq_fs.errors import WrongProcess
+from _rollouts import open_store, short_rollout, standard_fields
+
+fields = standard_fields()
+store = open_store(Path(sys.argv[1]), fields, prepared_groups=4)
+rollout = short_rollout(fields, 1)
+done = store.session("done")
+rollout.record(done)
+segments = done.finalize()
+session = store.session("open")
+session.record(rollout.step(rollout.turns[0]))
+step = rollout.step(rollout.turns[1])
+store.hydrate(segments)
+batches = store.micro_batches(segments, size=1)
+list(batches)
+uses = {
+    "record": lambda: session.record(step),
+    "submit": lambda: session.submit(step),
+    "arecord": lambda: asyncio.run(session.arecord(step)),
+    "finalize": session.finalize,
+    "discard": session.discard,
+    "session": lambda: store.session("s"),
+    "hydrate": lambda: store.hydrate(segments),
+    "release": lambda: store.release(segments),
+    "unreleased": lambda: list(store.unreleased()),
+    "micro_batches": lambda: store.micro_batches(segments, size=1),
+    "iterate": lambda: list(batches),
+}
+told, tell = os.pipe()
+end, ended = os.pipe()
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    os.close(ended)
+    for name, use in uses.items():
+        try:
+            use()
+            said = "nothing"
+        except BaseException as error:
+            said = type(error).__name__
+        os.write(tell, f"{name}: {said}\\n".encode())
+    store.close()
+    os.write(tell, b"close: done\\n")
+    os.close(tell)
+    os.read(end, 1)  # lives until the parent is through
+    os._exit(0)
+os.close(tell)
+while data := os.read(told, 4096):
+    print(data.decode(), end="")
+session.record(step)
+store.hydrate(session.finalize())
+store.close()
+with open_store(Path(sys.argv[1]), fields) as again:
+    print(len(list(again.unreleased())), "unreleased")
+os.close(ended)
+print("exit", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_is_told_and_does_not_hold_the_folder(tmp_path: Path) -> None:
+    done = run_child(FORKED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    *said, close, unreleased, ended = done.stdout.splitlines()
+    assert len(said) == 11
+    assert {line.split(": ")[1] for line in said} == {"WrongProcess"}, said
+    assert (close, unreleased, ended) == ("close: done", "2 unreleased", "exit 0")
+
+
+def test_tensors_without_torch_are_an_error_that_says_so(tmp_path: Path) -> None:
+    done = run_child(
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from pathlib import Path\n"
+        "from _rollouts import open_store, short_rollout, standard_fields\n"
+        "with open_store(Path(sys.argv[1]), standard_fields()) as store:\n"
+        "    session = store.session('s')\n"
+        "    short_rollout(standard_fields(), 1).record(session)\n"
+        "    segments = session.finalize()\n"
+        "    try: store.hydrate(segments)\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+        "    print(store.release(segments))\n",
+        tmp_path,
+    )
+    assert done.stdout.startswith("DependencyMissing "), done.stderr
+    assert "torch" in done.stdout
+    assert done.stdout.endswith("\n3\n")
 
 
 def test_closing_a_store_lets_a_micro_batch_that_is_being_hydrated_end(
@@ -279,13 +379,74 @@ def test_a_folder_of_another_store_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path, FIELDS, store_id="one")
 
 
-def test_a_manifest_of_another_store_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_of_another_store_is_left_alone(tmp_path: Path) -> None:
     with open_store(tmp_path, FIELDS, store_id="one") as store:
-        record(store, "a", 1)
+        segments, _ = record(store, "a", 1)
     open_store(tmp_path, FIELDS, store_id="two").close()
     shutil.copytree(tmp_path / "one/manifests", tmp_path / "two/manifests")
-    with pytest.raises(WrongStore, match="'one' in store 'two'"):
-        open_store(tmp_path, FIELDS, store_id="two")
+    shutil.copytree(tmp_path / "one/steps", tmp_path / "two/steps")
+    known = SegmentRef.parse(refs_of(segments)[0])
+    ref = str(SegmentRef("two", known.incarnation, known.view, known.index))
+    before = tree(tmp_path)
+    with open_store(tmp_path, FIELDS, store_id="two") as store:
+        assert store.swept == type(store.swept)(0, 0, (known.incarnation.path,))
+        for use in (store.hydrate, store.release):
+            with pytest.raises(WrongStore, match="'one' in store 'two'"):
+                use([ref])
+        mine, want = record(store, "a", 2)
+        assert_batch(store.hydrate(mine), want)
+        store.release(mine)
+    assert tree(tmp_path) == before
+
+
+STRANGERS = {
+    "a checkpoint": "steps/1000/rank0/shard0/0",
+    "a file": "notes.txt",
+    "a hidden file": ".notes",
+    "an empty folder": "manifests/train/",
+    "documents of its own": "manifests/train/a/0/manifest.json",
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_folder_that_holds_something_else_is_refused_and_not_touched(
+    tmp_path: Path, what: str
+) -> None:
+    root = tmp_path / "default"
+    path = root / STRANGERS[what]
+    if STRANGERS[what].endswith("/"):
+        path.mkdir(parents=True)
+    else:
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
+    (root / ".staging").mkdir()
+    (root / ".staging/mine").write_text("mine")
+    before = sorted(root.rglob("*"))
+    with pytest.raises(WrongStore, match=f"{path.relative_to(root).parts[0]}.*no store.json"):
+        open_store(tmp_path, FIELDS)
+    assert sorted(root.rglob("*")) == before
+    assert path.is_dir() or path.read_text() == "mine"
+
+
+def test_a_folder_that_a_killed_first_start_left_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "default/.staging/left").mkdir(parents=True)
+    (tmp_path / "default/.lock").touch()
+    with open_store(tmp_path, FIELDS) as store:
+        assert tree(tmp_path) == {"default/store.json"}
+        segments, want = record(store, "a", 1)
+        assert_batch(store.hydrate(segments), want)
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_a_stray_file_among_the_steps_does_not_stop_a_start(tmp_path: Path, depth: int) -> None:
+    with open_store(tmp_path, FIELDS) as store:
+        segments, want = record(store, "a", 1)
+    (step,) = tmp_path.glob("default/steps/train/a/*/000000")
+    stray = step.parents[3 - depth] / "notes.txt"
+    stray.write_text("mine")
+    with open_store(tmp_path, FIELDS) as store:
+        assert_batch(store.hydrate(segments), want)
+        assert depth == 2 or stray.read_text() == "mine"  # at 2 it stands where an orphan would
 
 
 def test_an_older_incarnation_is_stale_once_it_is_gone(tmp_path: Path) -> None:
@@ -489,6 +650,111 @@ def test_a_release_that_is_repeated_while_the_first_deletes_leaves_nothing(
         armed = False
         assert errors == []
     assert tree(tmp_path) == {"default/store.json"}
+
+
+class Stuck(LocalBackend):
+    """A backend whose deletes below a prefix fail some times."""
+
+    prefix, times = "", 0
+
+    def delete(self, prefix: str) -> bool:
+        if Stuck.times and prefix.startswith(Stuck.prefix):
+            Stuck.times -= 1
+            raise StorageFailed("the device said no", subject=prefix)
+        return super().delete(prefix)
+
+
+@pytest.mark.parametrize("then", ["a release", "a start"])
+def test_steps_that_cannot_be_deleted_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, then: str
+) -> None:
+    monkeypatch.setattr("tq_fs.store.LocalBackend", Stuck)
+    monkeypatch.setattr(Stuck, "prefix", "steps/")
+    with open_store(tmp_path, FIELDS) as store:
+        first, _ = record(store, "a", 1)
+        second, want = record(store, "b", 2)
+        monkeypatch.setattr(Stuck, "times", 2)
+        store.release(first)
+        assert Stuck.times == 0
+        assert caplog.text.count("could not be deleted yet") == 2
+        assert list(store.unreleased()) == refs_of(second)
+        assert len(visible_steps(tmp_path)) == 2 + 3
+        with pytest.raises(SegmentMissing):
+            store.hydrate(first)
+        if then == "a release":
+            assert store.release(first) == 0
+            assert len(visible_steps(tmp_path)) == 3
+    with open_store(tmp_path, FIELDS) as store:
+        assert store.swept.steps == (2 if then == "a start" else 0)
+        assert_batch(store.hydrate(second), want)
+        store.release(second)
+    assert tree(tmp_path) == {"default/store.json"}
+
+
+def test_an_orphan_that_cannot_be_deleted_does_not_stop_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tq_fs.store.LocalBackend", Stuck)
+    monkeypatch.setattr(Stuck, "prefix", "steps/")
+    with open_store(tmp_path, FIELDS) as store:
+        segments, want = record(store, "a", 1)
+        short_rollout(FIELDS, 2).record(store.session("left open"))
+    monkeypatch.setattr(Stuck, "times", 1)
+    with open_store(tmp_path, FIELDS) as store:
+        assert Stuck.times == 0
+        assert_batch(store.hydrate(segments), want)
+    with open_store(tmp_path, FIELDS) as store:
+        assert store.swept.sessions == 1
+        store.release(segments)
+    assert tree(tmp_path) == {"default/store.json"}
+
+
+def test_a_release_whose_manifest_cannot_be_dropped_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tq_fs.store.LocalBackend", Stuck)
+    monkeypatch.setattr(Stuck, "prefix", "manifests/")
+    with open_store(tmp_path, FIELDS) as store:
+        segments, want = record(store, "a", 1)
+        before = contents(tmp_path)
+        monkeypatch.setattr(Stuck, "times", 1)
+        with pytest.raises(StorageFailed):
+            store.release(segments)
+        assert contents(tmp_path) == before
+        assert list(store.unreleased()) == refs_of(segments)
+        assert_batch(store.hydrate(segments), want)
+        assert store.release(segments) == 3
+    assert tree(tmp_path) == {"default/store.json"}
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_release_is_checked_as_a_whole_before_anything_is_done(
+    tmp_path: Path, backwards: bool
+) -> None:
+    with open_store(tmp_path, FIELDS) as store:
+        a, _ = record(store, "a", 1, consumers=["eval"])
+        b, _ = record(store, "b", 2, consumers=["train"])
+        before = contents(tmp_path)
+        unknown = refs_of(b)[0].rsplit("/", 1)[0] + "/7"
+        for refs, consumer, error in [
+            (refs_of([*a, *b]), "eval", InvalidConfig),
+            (refs_of([*b, *a]), "train", InvalidConfig),
+            ([*refs_of(a), unknown], "eval", SegmentMissing),
+            ([*refs_of(a), "tqfs1:other/train/b/0/lineage/0"], "eval", WrongStore),
+            ([*refs_of(a), "nonsense"], "eval", InvalidKey),
+        ]:
+            with pytest.raises(error):
+                store.release(refs[::-1] if backwards else refs, consumer)
+            assert contents(tmp_path) == before
+            assert list(store.unreleased()) == refs_of([*a, *b])
+        assert store.release(a, "eval") + store.release(b) == 6
+
+
+def test_one_reference_is_released_as_it_is(tmp_path: Path) -> None:
+    with open_store(tmp_path, FIELDS) as store:
+        segments, _ = record(store, "a", 1)
+        assert store.release(refs_of(segments)[0]) == 3
+        assert list(store.unreleased()) == []
 
 
 def test_references_that_are_no_longer_there_count_as_released(tmp_path: Path) -> None:
@@ -723,6 +989,10 @@ def test_values_that_make_no_sense_are_refused(tmp_path: Path, key: str, value: 
     with pytest.raises(tq_fs.errors.InputError):
         open_store(tmp_path, FIELDS, **{key: value})
     assert tree(tmp_path) == set()
+
+
+def test_the_largest_step_fits_the_default_budget() -> None:
+    assert StoreConfig().inflight_bytes >= 256 * 1024 * 75 * 8 * 4  # tokens, layers, top-k, int32
 
 
 def test_a_configuration_is_read_from_yaml(tmp_path: Path) -> None:
@@ -1029,32 +1299,77 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def edited(folder: Path, name: str, change: Change | bytes) -> Path:
-    (path,) = folder.glob(f"default/**/{name}")
+    """Change a document: the store's own, or one of session a's."""
+    where = "default" if name == "store.json" else "default/manifests/train/a/*"
+    (path,) = folder.glob(f"{where}/{name}")
     if isinstance(change, bytes):
         path.write_bytes(change)
     else:
         document = json.loads(path.read_bytes())
         change(document)
-        path.write_text(json.dumps(document))
+        path.write_bytes(sealed(document))
     return path
 
 
 @pytest.fixture
 def finalized(tmp_path: Path) -> tuple[Path, str]:
+    """Give a store with a session a that is half released, and a session b beside it."""
     with open_store(tmp_path, FIELDS) as store:
         segments, _ = record(store, "a", 1, consumers=["train", "eval"])
         store.release(segments, "eval")
+        record(store, "b", 2)
     return tmp_path, refs_of(segments)[0]
 
 
-@pytest.mark.parametrize("name", ["manifest", "state", "store"])
-def test_a_document_of_a_later_version_is_refused(finalized: tuple[Path, str], name: str) -> None:
-    folder, _ = finalized
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p: (folder / p).read_bytes() for p in tree(folder)}
+
+
+def assert_left_alone(
+    folder: Path, ref: str, name: str, error: type[TqFsError], match: str
+) -> None:
+    """Open a store in which session a cannot be used: it is named and kept, all else works."""
+    where = SegmentRef.parse(ref).incarnation.path
+    before = {p: data for p, data in contents(folder).items() if "/train/a/" in p}
+    assert len([p for p in before if p.endswith("zarr.json")]) == 3 * 3
+    for read_only in (True, False):
+        with open_store(folder, FIELDS, read_only=read_only) as store:
+            assert store.swept == type(store.swept)(0, 0, (where,))
+            (other,) = store.unreleased()
+            (want,) = short_rollout(FIELDS, 2).expected("lineage")
+            assert_batch(store.hydrate([other]), [want.slime(specs(FIELDS))])
+            if name == "manifest":  # the state says nothing that reading needs
+                with pytest.raises(error, match=match):
+                    store.hydrate([ref])
+            if not read_only:
+                with pytest.raises(error, match=match):
+                    store.release([ref])
+                with pytest.raises(error, match=match):
+                    store.release([other, ref])
+                assert list(store.unreleased()) == [other]
+                assert store.release([other]) == 3
+                record(store, "c", 3)
+    after = contents(folder)
+    assert {p: data for p, data in after.items() if "/train/a/" in p} == before
+    assert not [p for p in after if "/train/b/" in p]
+
+
+@pytest.mark.parametrize("name", ["manifest", "state"])
+def test_a_session_of_a_later_version_is_left_alone(finalized: tuple[Path, str], name: str) -> None:
+    folder, ref = finalized
     later = f"tq-fs/{name}/2"
     edited(folder, f"{name}.json", lambda d: d.update(schema=later, surprise=1, epoch="x"))
+    assert_left_alone(folder, ref, name, FormatTooNew, f"{name}.json.*{later}.*upgrade")
+
+
+def test_a_store_of_a_later_version_is_refused(finalized: tuple[Path, str]) -> None:
+    folder, _ = finalized
+    edited(folder, "store.json", lambda d: d.update(schema="tq-fs/store/2", epoch="x"))
+    before = contents(folder)
     for read_only in (True, False):
-        with pytest.raises(FormatTooNew, match=f"{name}.json.*{later}.*upgrade"):
+        with pytest.raises(FormatTooNew, match=r"store.json.*tq-fs/store/2.*upgrade"):
             open_store(folder, FIELDS, read_only=read_only)
+    assert contents(folder) == before
 
 
 def test_a_step_of_a_later_version_is_refused(finalized: tuple[Path, str]) -> None:
@@ -1068,21 +1383,78 @@ def test_a_step_of_a_later_version_is_refused(finalized: tuple[Path, str]) -> No
         read_attributes(json.dumps(document).encode(), "x")
 
 
-@pytest.mark.parametrize("name", ["manifest", "state", "store"])
-@pytest.mark.parametrize(
-    "garbage",
-    [b"", b"\x00" * 40, b"{", b"[]", b'{"schema": 1}', b'{"schema": "tq-fs/other/1"}', b"cut"],
-)
-def test_garbage_is_refused_and_named(
-    finalized: tuple[Path, str], name: str, garbage: bytes
+GARBAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "zeros": lambda whole: bytes(len(whole)),
+    "a brace": lambda _: b"{",
+    "a list": lambda _: sealed({})[:-1] + b"[]",
+    "a number for a schema": lambda _: sealed({"schema": 1}),
+    "another schema": lambda _: sealed({"schema": "tq-fs/other/1"}),
+    "no schema": lambda _: sealed({"epoch": 1}),
+    "no checksum": lambda whole: b"{" + whole[len('{"crc32c":"xxxxxxxx",') :],
+    "edited by hand": lambda whole: whole.replace(b'"epoch":1', b'"epoch":2'),
+    "cut": lambda whole: whole[: len(whole) // 2],
+    "longer": lambda whole: whole + b" ",
+}
+
+
+@pytest.mark.parametrize("name", ["manifest", "state"])
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_a_session_whose_documents_are_garbage_is_left_alone(
+    finalized: tuple[Path, str], name: str, garbage: str
+) -> None:
+    folder, ref = finalized
+    (path,) = folder.glob(f"default/manifests/train/a/*/{name}.json")
+    whole = path.read_bytes()
+    path.write_bytes(GARBAGE[garbage](whole))
+    assert path.read_bytes() != whole
+    assert_left_alone(folder, ref, name, ManifestCorrupt, f"{name}.json")
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_a_store_whose_document_is_garbage_is_refused(
+    finalized: tuple[Path, str], garbage: str
 ) -> None:
     folder, _ = finalized
-    path = edited(folder, f"{name}.json", b"")
-    whole = path.read_bytes()
-    path.write_bytes(garbage if garbage != b"cut" else whole[: len(whole) // 2])
+    path = folder / "default/store.json"
+    path.write_bytes(GARBAGE[garbage](path.read_bytes()))
+    before = contents(folder)
     for read_only in (True, False):
-        with pytest.raises(ManifestCorrupt, match=f"{name}.json"):
+        with pytest.raises(ManifestCorrupt, match=r"store\.json"):
             open_store(folder, FIELDS, read_only=read_only)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", GOLDEN_DOCUMENTS)
+def test_a_flipped_bit_of_a_document_is_never_read_as_something_else(
+    finalized: tuple[Path, str], name: str
+) -> None:
+    folder, _ = finalized
+    kind: Any = GOLDEN_DOCUMENTS[name]
+    file = name.replace("-1", ".json")
+    (path,) = [p for p in folder.glob(f"default/**/{file}") if "/train/b/" not in str(p)]
+    whole = path.read_bytes()
+    manifests.decode(whole, kind, "x")
+    for bit in range(0, 8 * len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises((ManifestCorrupt, FormatTooNew)):
+            manifests.decode(bytes(flipped), kind, "x")
+
+
+def test_a_session_that_is_repaired_is_there_again_at_the_next_start(
+    finalized: tuple[Path, str],
+) -> None:
+    folder, ref = finalized
+    (path,) = folder.glob("default/manifests/train/a/*/manifest.json")
+    whole = path.read_bytes()
+    path.write_bytes(b"")
+    open_store(folder, FIELDS).close()
+    path.write_bytes(whole)
+    with open_store(folder, FIELDS) as store:
+        (want,) = short_rollout(FIELDS, 1).expected("lineage")
+        assert_batch(store.hydrate([ref]), [want.slime(specs(FIELDS))])
+        assert store.release([ref]) == 3
 
 
 def test_a_manifest_that_went_bad_under_an_open_reader_is_named(tmp_path: Path) -> None:
@@ -1159,15 +1531,14 @@ def longer(d: dict[str, Any]) -> None:
      wrong_chunks, longer],
     ids=lambda change: change.__name__,
 )  # fmt: skip
-def test_fragments_that_do_not_make_up_their_segment_are_refused(
+def test_a_session_whose_fragments_do_not_make_up_their_segment_is_left_alone(
     finalized: tuple[Path, str], change: Change
 ) -> None:
-    folder, _ = finalized
+    folder, ref = finalized
     edited(folder, "manifest.json", change)
-    with pytest.raises(InvalidSegment, match=r"tqfs1:default/train/a/.*/lineage/0"):
-        open_store(folder, FIELDS)
-    with pytest.raises(InvalidSegment):
-        open_store(folder, FIELDS, read_only=True)
+    assert_left_alone(
+        folder, ref, "manifest", InvalidSegment, r"tqfs1:default/train/a/.*/lineage/0"
+    )
 
 
 def test_a_manifest_larger_than_the_cache_is_read_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,25 @@ def test_logprobs_of_the_response_alone_are_filled_up_with_zeros(store: tq_fs.St
     (segment,) = session.finalize()
     (logprobs,) = store.hydrate([segment])["rollout_log_probs"]
     assert logprobs.tolist() == [-1.5, -2.5, 0.0, -1.5, -2.5]
+
+
+def test_a_small_part_of_a_reply_does_not_keep_the_reply(store: tq_fs.Store) -> None:
+    session = store.session("s")
+    session.create(np.arange(1000), [1], **values(1000, 1001))
+    reply = np.arange(1003 * LAYERS * TOPK, dtype=np.int32).reshape(1003, LAYERS, TOPK) % 256
+    want = reply[session.first_row("append", 0) :].copy()
+    gone = weakref.ref(reply)
+    record = session.append(
+        0, [1], [2, 3], logprobs=np.zeros(3, np.float32),
+        routed_experts=reply[session.first_row("append", 0) :],
+    )  # fmt: skip
+    del reply
+    assert gone() is None
+    assert len(want) == 3
+    for array in record.arrays.values():
+        assert (array.base is None) or array.base.nbytes <= 2 * array.nbytes
+    (segment,) = session.finalize()
+    assert (store.hydrate([segment])["rollout_routed_experts"][0][-3:].numpy() == want).all()
 
 
 def test_an_unknown_mode_or_view_is_refused(store: tq_fs.Store) -> None:

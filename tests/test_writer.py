@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests._rollouts import (
     assert_batch,
     empty_folders,
     open_store,
+    run_child,
     short_rollout,
     specs,
     standard_fields,
@@ -36,6 +39,7 @@ from tq_fs.budget import ByteBudget
 from tq_fs.errors import (
     BackpressureTimeout,
     CapacityError,
+    InputError,
     InvalidLineage,
     ObjectExists,
     SessionClosed,
@@ -348,8 +352,10 @@ def test_a_step_larger_than_the_budget_is_refused_and_named(
     nbytes = sum(a.nbytes for a in create(0).values.values())
     store = opened(lambda _: None, inflight_bytes=nbytes)
     session = store.session("s")
-    with pytest.raises(StepTooLarge, match=f"the budget is {nbytes}.*inflight_bytes"):
+    with pytest.raises(StepTooLarge, match=f"the budget is {nbytes}.*inflight_bytes") as caught:
         session.record(create(0, response=6))
+    assert isinstance(caught.value, InputError)  # waiting does not help
+    assert not isinstance(caught.value, CapacityError)
     assert visible_steps(tmp_path) == set()
     session.record(create(0))
 
@@ -382,6 +388,67 @@ def test_room_is_given_back_whatever_becomes_of_a_step(tmp_path: Path) -> None:
     assert budget.used_bytes == 0
     assert visible_steps(tmp_path) == set()
     unit.backend.close()
+
+
+def plain_step() -> tuple[tq_fs.StepInput, list[weakref.ref[Any]]]:
+    """Return a Step whose arrays are in the fields' own types, and references that do not hold."""
+    logprobs, routed = np.zeros(3, np.float32), np.zeros((2, 4, 2), np.int32)
+    step = tq_fs.StepInput(
+        kind="create",
+        context=[1],
+        response=[2, 3],
+        values={"logprobs": logprobs, "routed_experts": routed},
+    )
+    return step, [weakref.ref(logprobs), weakref.ref(routed)]
+
+
+def test_a_cancelled_step_lets_go_of_its_arrays_and_its_room_at_once(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    gate = Gate("staged")
+    step, arrays = plain_step()
+    nbytes = sum(np.asarray(a).nbytes for a in step.values.values())
+    store = opened(gate, writer_threads=1, inflight_bytes=2 * nbytes, inflight_deadline_s=0.1)
+    session = store.session("s")
+    first = session.submit(plain_step()[0])
+    assert gate.arrived.acquire(timeout=20)  # the only writer is held
+    queued = session.submit(step)
+    del step
+    assert all(a() is not None for a in arrays)
+    with pytest.raises(BackpressureTimeout):
+        session.submit(plain_step()[0])
+    assert queued.cancel()
+    assert [a() for a in arrays] == [None, None]
+    third = session.submit(plain_step()[0])
+    gate.open.set()
+    recorded = [f.result(20) for f in (first, third)]
+    assert session.records == recorded
+    assert len(visible_steps(tmp_path)) == 2
+
+
+def test_a_step_that_is_written_lets_go_of_its_arrays(opened: Callable[..., Any]) -> None:
+    session = opened(lambda _: None).session("s")
+    step, arrays = plain_step()
+    future = session.submit(step)
+    future.result(20)
+    del step
+    until = time.monotonic() + 20
+    while any(a() is not None for a in arrays) and time.monotonic() < until:
+        time.sleep(0.001)  # the writer's own frame goes a moment later
+    assert [a() for a in arrays] == [None, None]
+
+
+def test_a_writer_may_wait_for_room_without_end(opened: Callable[..., Any]) -> None:
+    nbytes = sum(a.nbytes for a in create(0).values.values())
+    gate = Gate("staged")
+    store = opened(gate, inflight_bytes=nbytes, inflight_deadline_s=float("inf"))
+    session = store.session("s")
+    first = session.submit(create(0))
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(session.record, create(1))
+        assert not wait([second], 0.1).done
+        gate.open.set()
+        assert [first.result(20).index, second.result(20).index] == [0, 1]
 
 
 # ---------------------------------------------------------------- a full disk
@@ -463,6 +530,116 @@ def test_a_finalize_on_a_full_disk_can_be_repeated_once_there_is_room(small_disk
         assert_batch(
             store.hydrate(segments), [e.slime(specs(FIELDS)) for e in rollout.expected("lineage")]
         )
+
+
+def finalized(store: tq_fs.Store, name: str, seed: int) -> list[tq_fs.Segment]:
+    """Record two chains of one Step each, of some pages."""
+    session = store.session(name)
+    rollout = Rollout(FIELDS, "tito").play(
+        [Op("create", response=1000)] * 2, np.random.default_rng(seed)
+    )
+    rollout.record(session)
+    return session.finalize()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("reserved", [True, False])
+def test_whole_sessions_are_released_on_a_disk_without_a_free_page(
+    small_disk: Path, reserved: bool
+) -> None:
+    with open_store(small_disk, FIELDS) as store:
+        first, second = finalized(store, "a", 1), finalized(store, "b", 2)
+        if not reserved:
+            (small_disk / "default/.staging/reserve").unlink()
+        fill(small_disk / "filler")
+        assert os.statvfs(small_disk).f_bavail == 0
+        with pytest.raises(StorageFull):
+            finalized(store, "c", 3)
+        assert store.release([*first, *second]) == 4
+        assert os.statvfs(small_disk).f_bavail > 0
+        store.release(finalized(store, "c", 3))
+    assert tree(small_disk) == {"filler", "default/store.json"}
+
+
+@pytest.mark.root
+def test_a_part_of_a_session_is_released_on_a_full_disk_and_stays_released(
+    small_disk: Path,
+) -> None:
+    with open_store(small_disk, FIELDS) as store:
+        first, second = finalized(store, "a", 1)
+        fill(small_disk / "filler")
+        assert os.statvfs(small_disk).f_bavail == 0
+        assert store.release([first]) == 1
+        assert list(store.unreleased()) == [second.ref]
+    with open_store(small_disk, FIELDS) as store:
+        assert list(store.unreleased()) == [second.ref]
+        assert store.release([second]) == 1
+    assert tree(small_disk) == {"filler", "default/store.json"}
+
+
+@pytest.mark.root
+def test_room_for_releases_is_kept_again_once_there_is_some(small_disk: Path) -> None:
+    reserve = small_disk / "default/.staging/reserve"
+    with open_store(small_disk, FIELDS) as store:
+        assert reserve.stat().st_blocks * 512 == 256 * 1024
+        sessions = [finalized(store, f"s{i}", i) for i in range(12)]
+        fill(small_disk / "filler")
+        store.release(sessions[0][:1])
+        (small_disk / "filler").unlink()
+        store.release(sessions[0][1:])
+        assert reserve.stat().st_blocks * 512 == 256 * 1024
+        fill(small_disk / "filler")
+        assert store.release([s for pair in sessions for s in pair[:1]]) == 11
+    assert not reserve.exists()
+
+
+FILL = """
+import os, sys
+from contextlib import suppress
+from pathlib import Path
+from _rollouts import open_store, short_rollout, standard_fields
+
+fields = standard_fields()
+store = open_store(Path(sys.argv[1]), fields)
+done = store.session("done")
+short_rollout(fields, 1, turns=2, response=1000).record(done)
+print(done.finalize()[0].ref)
+short_rollout(fields, 2).record(store.session("left open"))
+with open(sys.argv[1] + "/filler", "wb", buffering=0) as file, suppress(OSError):
+    while True:
+        file.write(bytes(4096))
+if sys.argv[2] == "killed":
+    sys.stdout.flush()
+    os.kill(os.getpid(), 9)
+store.close()
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_a_store_that_filled_its_disk_is_opened_again(small_disk: Path, how: str) -> None:
+    done = run_child(FILL, small_disk, how)
+    assert done.returncode == (0 if how == "closed" else -signal.SIGKILL), done.stderr
+    (ref,) = done.stdout.split()
+    with open_store(small_disk, FIELDS) as store:
+        assert list(store.unreleased()) == [ref]
+        (want,) = short_rollout(FIELDS, 1, turns=2, response=1000).expected("lineage")
+        assert_batch(store.hydrate([ref]), [want.slime(specs(FIELDS))])
+        assert store.release([ref]) == 2
+        store.release(finalized(store, "b", 2))
+    assert tree(small_disk) == {"filler", "default/store.json"}
+
+
+@pytest.mark.root
+def test_a_start_on_a_disk_without_a_free_page_sweeps_and_goes_on(small_disk: Path) -> None:
+    with open_store(small_disk, FIELDS) as store:
+        segments = finalized(store, "a", 1)
+        short_rollout(FIELDS, 2, response=500).record(store.session("left open"))
+    fill(small_disk / "filler")
+    assert os.statvfs(small_disk).f_bavail == 0
+    with open_store(small_disk, FIELDS) as store:
+        assert list(store.unreleased()) == [s.ref for s in segments]
+        assert store.release(segments) == 2
 
 
 # ---------------------------------------------------------------- written once

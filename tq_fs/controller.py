@@ -13,6 +13,7 @@ from tq_fs.errors import (
     CorruptError,
     InvalidConfig,
     InvalidSegment,
+    ManifestCorrupt,
     ObjectExists,
     ReadOnlyStore,
     TqFsError,
@@ -212,9 +213,15 @@ class Controller:
         released = self._released.get(incarnation)
         if released is None and incarnation.path not in self._unreadable:
             return  # all of the session was released before
+        if released is None:
+            self._catalog.read(incarnation.path)  # says what is wrong with it
+            raise ManifestCorrupt(
+                "could not be used when the store was opened",
+                subject=str(incarnation),
+                remedy="it can now: open the store again",
+            )
         for ref in refs:
             self._catalog.resolve(ref)
-        assert released is not None  # a manifest that cannot be used has just said so
         if consumer not in released:
             raise InvalidConfig(
                 f"{consumer!r} is not among {sorted(released)}",
@@ -290,7 +297,10 @@ class Controller:
         orphans = [path for path in unit.incarnations() if path not in kept]
         for path in orphans:
             steps += len(unit.steps(path))
-            unit.clear_incarnation(path)
+            try:
+                unit.clear_incarnation(path)
+            except TqFsError:
+                _log.warning("%s could not be swept yet", path, exc_info=True)
         return Swept(len(orphans), steps, tuple(self._unreadable))
 
     def load(self) -> Swept:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tq_fs.errors import BudgetTooSmall, InvalidConfig, SessionClosed
+from tq_fs.errors import BudgetTooSmall, InvalidConfig
 from tq_fs.hydrate import Allocate, Arena, Hydrator, Selection
 from tq_fs.memory import mapped_empty
 from tq_fs.trajectory import Sample
@@ -85,6 +85,8 @@ class MicroBatches:
         Bytes of each sample once hydrated.
     pool
         Hydrates ahead; stays the caller's.
+    check_open
+        Raises where the store is closed, or not this process's.
     allocate
         Gives memory for a micro-batch.
     reuse
@@ -102,6 +104,7 @@ class MicroBatches:
         sizes: Sequence[int],
         *,
         pool: Executor,
+        check_open: Callable[[], None],
         allocate: Allocate = mapped_empty,
         reuse: bool = False,
     ) -> None:
@@ -111,10 +114,12 @@ class MicroBatches:
         self._runs = list(runs)
         self._nbytes = [sum(sizes[i] for i in run) for run in runs]
         self._pool = pool
+        self._check_open = check_open
         self._allocate = allocate
         self._reuse = reuse
         self._arenas: list[Arena] = []
         self._ahead: dict[int, Future[MicroBatch]] = {}
+        self._in_hand: int | None = None
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -123,29 +128,35 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield all micro-batches, each while the next one is being hydrated."""
-        for number in range(len(self._runs)):
-            batch = self._take(number)
-            self.prefetch(number + 1)
-            yield batch
+        try:
+            for number in range(len(self._runs)):
+                self._in_hand = None
+                batch = self._take(number)
+                self._in_hand = number
+                self.prefetch()
+                yield batch
+        finally:
+            self._in_hand = None
 
-    def prefetch(self, number: int = 0) -> None:
-        """Begin to hydrate a micro-batch in the background; does nothing after the last.
+    def prefetch(self) -> None:
+        """Begin to hydrate the micro-batch that comes next; does nothing where that has begun.
 
         Raises
         ------
-        SessionClosed
-            The store was closed.
+        SessionClosed, WrongProcess
+            The store was closed, or opened in another process.
         """
+        self._begin(0 if self._in_hand is None else self._in_hand + 1)
+
+    def _begin(self, number: int) -> None:
         with self._lock:
             if number in self._ahead or number >= len(self._runs):
                 return
-            try:
-                self._ahead[number] = self._pool.submit(self._hydrate, number)
-            except RuntimeError as error:  # how a pool says that it was shut down
-                raise SessionClosed("was closed", subject="store of a micro-batch") from error
+            self._check_open()
+            self._ahead[number] = self._pool.submit(self._hydrate, number)
 
     def _take(self, number: int) -> MicroBatch:
-        self.prefetch(number)
+        self._begin(number)
         with self._lock:
             ahead = self._ahead.pop(number)
             stale, self._ahead = self._ahead, {}

@@ -39,7 +39,7 @@ from tq_fs.reader import SegmentReader
 from tq_fs.session import Session
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
-from tq_fs.store_folder import lock_folder, take_folder, unlock_folder
+from tq_fs.store_folder import claim_folder, lock_folder, unlock_folder, write_claim
 from tq_fs.trajectory import Sample, Segment, Trajectory
 from tq_fs.writer import StepWriter
 
@@ -301,6 +301,7 @@ class Store:
             runs,
             sizes,
             pool=self._ahead,
+            check_open=self._check_open,
             allocate=allocate,
             reuse=reuse,
         )
@@ -370,17 +371,18 @@ class Store:
         opened.callback(self._writers.shutdown)  # before the backend goes
         if not self._read_only:
             backend.sweep()  # first of all: it makes room where the disk is full
-        epoch = take_folder(backend, config.store_id, read_only=self._read_only)
+        found = claim_folder(backend, config.store_id, read_only=self._read_only)
         catalog = Catalog(backend, config.store_id, cache_bytes=config.manifest_cache_bytes)
         unit = None
         if not self._read_only:
             options = EncodeOptions(checksum=config.checksum, layer_groups=config.layer_groups)
             unit = StorageUnit(backend, config.store_id, name=UNIT, options=options)
-        self._controller = Controller(catalog, unit, epoch=epoch, now_ns=self._now_ns)
+        self._controller = Controller(catalog, unit, epoch=found.epoch, now_ns=self._now_ns)
         if unit is None:
             self.swept = self._controller.load()
         else:
             self.swept = self._controller.recover()
+            write_claim(backend, found)  # last: on a full disk the sweep has made room
         pool = None
         if config.reader_threads > 1:
             pool = opened.enter_context(
@@ -408,10 +410,9 @@ def _selection(
     fields: Sequence[str] | None, layers: Range | None, tokens: Sequence[Range] | Range | None
 ) -> Selection:
     ranges: tuple[Range, ...] | None = None
-    if tokens is not None and not len(tokens):
-        ranges = ()
-    elif tokens is not None:
-        ranges = tuple(map(_range, [tokens] if np.ndim(tokens[0]) == 0 else tokens))
+    if tokens is not None:
+        given: list[Any] = list(tokens) if np.iterable(tokens) else [tokens]
+        ranges = tuple(map(_range, [given] if given and np.ndim(given[0]) == 0 else given))
     return Selection(
         fields=None if fields is None else tuple(fields),
         layers=None if layers is None else _range(layers),

@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from tq_fs import manifests
 from tq_fs.backends import STAGING, LocalBackend, mapped
 from tq_fs.errors import ObjectMissing, StoreBusy, WrongStore
@@ -84,19 +86,33 @@ def _lock(fd: int, root: Path) -> None:
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
 
-def take_folder(backend: LocalBackend, store_id: str, *, read_only: bool) -> int:
-    """Check that a folder is this store's, or make it so; return the Controller's epoch."""
+def claim_folder(backend: LocalBackend, store_id: str, *, read_only: bool) -> StoreDocument:
+    """Check that a folder is this store's, or make it so.
+
+    Returns
+    -------
+    StoreDocument
+        What the folder says of itself; for writing, with the next epoch, which is still to be
+        written (:func:`write_claim`) where the store was there already.
+
+    Raises
+    ------
+    WrongStore
+        The folder is another store's.
+    """
     subject = f"{backend.root}/{STORE_FILE}"
     try:
         found = manifests.decode(backend.get(STORE_FILE), StoreDocument, subject)
     except ObjectMissing:
-        found = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=0)
         if read_only:
             raise
+        found = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=0)
+        write_claim(backend, found)
     if found.store_id != store_id:
         raise WrongStore(f"is store {found.store_id!r}, not {store_id!r}", subject=subject)
-    if read_only:
-        return found.epoch
-    mine = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=found.epoch + 1)
-    backend.put(STORE_FILE, manifests.encode(mine))
-    return mine.epoch
+    return found if read_only else msgspec.structs.replace(found, epoch=found.epoch + 1)
+
+
+def write_claim(backend: LocalBackend, claim: StoreDocument) -> None:
+    """Write down whose a folder is and which epoch has begun."""
+    backend.put(STORE_FILE, manifests.encode(claim))

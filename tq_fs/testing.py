@@ -29,7 +29,7 @@ from tq_fs.errors import InvalidKey, ObjectExists, ObjectMissing, ObjectShort, T
 
 T = TypeVar("T")
 
-MEMBERS = {"part/data": [b"0123456789"], "zarr.json": [b"{}"]}
+MEMBERS = {"part/data": [b"0123456789"], "part/zarr.json": [b"[]"], "zarr.json": [b"{}"]}
 """A small group, shaped like a Step."""
 
 ODD_KEYS = (
@@ -114,7 +114,11 @@ class BackendSuite:
         for order in (MEMBERS, dict(reversed(MEMBERS.items()))):
             for _ in range(4):  # a backend may do more for shapes that come again
                 backend.publish("a/group", order)
-                assert tree(backend) == ["a/group/part/data", "a/group/zarr.json"]
+                assert tree(backend) == [
+                    "a/group/part/data",
+                    "a/group/part/zarr.json",
+                    "a/group/zarr.json",
+                ]
                 assert backend.get("a/group/part/data") == b"0123456789"
                 assert read(backend, "a/group/zarr.json", 2) == b"{}"
                 backend.delete("a/group")
@@ -151,7 +155,7 @@ class BackendSuite:
             for b in buffers
         )
         for _ in range(2):
-            backend.publish("g", {"data": buffers, "end": [b"!"]})
+            backend.publish("g", {"data": buffers, "end": [b"!"], "last": []})
         assert backend.get("g/data") == want
         assert read(backend, "g/data", len(want)) == want
         with pytest.raises(ObjectShort):
@@ -160,12 +164,12 @@ class BackendSuite:
     def test_a_failed_publish_leaves_nothing_visible(self, backend: Backend) -> None:
         """A member that cannot be written takes those before it along."""
         with pytest.raises((TypeError, AttributeError)):
-            backend.publish("a/g", {"first": [b"data"], "second": [object()]})
+            backend.publish("a/g", {"first": [b"data"], "second": [object()], "third": []})
         assert tree(backend) == []
         with pytest.raises(ObjectMissing):
             backend.open("a/g/first")
-        backend.publish("a/g", {"first": [b"data"], "second": [b"too"]})
-        assert tree(backend) == ["a/g/first", "a/g/second"]
+        backend.publish("a/g", {"first": [b"data"], "second": [b"too"], "third": []})
+        assert tree(backend) == ["a/g/first", "a/g/second", "a/g/third"]
 
     def test_a_group_appears_at_once(self, backend: Backend) -> None:
         """Whoever sees one member sees all of them, whole."""
@@ -200,21 +204,24 @@ class BackendSuite:
         """The acknowledgement was lost; cut into other buffers and in other order it is equal."""
         backend.publish("g", MEMBERS)
         backend.publish("g", MEMBERS)
-        backend.publish("g", {"zarr.json": [b"{", b"}"], "part/data": [b"01234", b"", b"56789"]})
-        assert tree(backend) == ["g/part/data", "g/zarr.json"]
+        backend.publish("g", MEMBERS | {"zarr.json": [b"{", b"}"]})
+        backend.publish(
+            "g", dict(reversed(MEMBERS.items())) | {"part/data": [b"01234", b"", b"56789"]}
+        )
+        assert tree(backend) == ["g/part/data", "g/part/zarr.json", "g/zarr.json"]
 
     @pytest.mark.parametrize(
         "other",
         [
-            {"part/data": [b"0123456780"], "zarr.json": [b"{}"]},
-            {"part/data": [b"012345678"], "zarr.json": [b"{}"]},
-            {"part/data": [b"0123456789", b"a"], "zarr.json": [b"{}"]},
-            {"part/data": [], "zarr.json": [b"{}"]},
-            {"part/data": [b"0123456789"]},
+            MEMBERS | {"part/data": [b"0123456780"]},
+            MEMBERS | {"part/data": [b"012345678"]},
+            MEMBERS | {"part/data": [b"0123456789", b"a"]},
+            MEMBERS | {"part/data": []},
+            {m: MEMBERS[m] for m in ("part/data", "part/zarr.json")},
             {"zarr.json": [b"{}"]},
-            {"part/data": [b"0123456789"], "zarr.json": [b"{}"], "more": [b""]},
+            MEMBERS | {"more": [b""]},
             {"part": [b"0123456789"], "zarr.json": [b"{}"]},
-            {"other": [b"0123456789"], "zarr.json": [b"{}"]},
+            {("other" if m == "part/data" else m): MEMBERS[m] for m in MEMBERS},
         ],
         ids=[
             "byte",
@@ -236,7 +243,7 @@ class BackendSuite:
         with pytest.raises(ObjectExists) as error:
             backend.publish("a/g", other)
         assert "a/g" in error.value.subject
-        assert tree(backend) == ["a/g/part/data", "a/g/zarr.json"]
+        assert tree(backend) == ["a/g/part/data", "a/g/part/zarr.json", "a/g/zarr.json"]
         assert backend.get("a/g/part/data") == b"0123456789"
         assert backend.get("a/g/zarr.json") == b"{}"
 
@@ -250,7 +257,7 @@ class BackendSuite:
             backend.publish("a/value", MEMBERS)
         with pytest.raises(ObjectExists):
             backend.publish("a", MEMBERS)
-        assert tree(backend) == ["a/g/part/data", "a/g/zarr.json", "a/value"]
+        assert tree(backend) == ["a/g/part/data", "a/g/part/zarr.json", "a/g/zarr.json", "a/value"]
         assert backend.get("a/value") == b"v"
 
     # ------------------------------------------------------------ small objects
@@ -362,8 +369,10 @@ class BackendSuite:
         assert backend.delete("a/b")
         assert tree(backend) == [
             "a/bb/part/data",
+            "a/bb/part/zarr.json",
             "a/bb/zarr.json",
             "c/1/part/data",
+            "c/1/part/zarr.json",
             "c/1/zarr.json",
         ]
         for key in ("a/value", "a/b/1/zarr.json", "a/b/2/part/data"):
@@ -415,7 +424,7 @@ class BackendSuite:
             calls.append(lambda: [*backend.list(key)])
         accepted = [i for i, call in enumerate(calls) if not _refuses(call)]
         assert accepted == []
-        assert tree(backend) == ["group/part/data", "group/zarr.json"]
+        assert tree(backend) == ["group/part/data", "group/part/zarr.json", "group/zarr.json"]
 
     @pytest.mark.parametrize("member", ["", "..", "../other", "a//b", "/a", "a/", "./a", ".a"])
     def test_invalid_member_names_are_refused(self, backend: Backend, member: str) -> None:
@@ -450,7 +459,11 @@ class BackendSuite:
         """A retry may overtake the try before it."""
         for i in range(10):
             in_threads(8, lambda _, i=i: backend.publish(f"a/b/{i}", MEMBERS))  # type: ignore[misc]
-            assert tree(backend, f"a/b/{i}") == [f"a/b/{i}/part/data", f"a/b/{i}/zarr.json"]
+            assert tree(backend, f"a/b/{i}") == [
+                f"a/b/{i}/part/data",
+                f"a/b/{i}/part/zarr.json",
+                f"a/b/{i}/zarr.json",
+            ]
 
     def test_many_threads_publish_many_keys(self, backend: Backend) -> None:
         """Nothing is lost, nothing ends in another's place."""

@@ -190,11 +190,17 @@ class LocalBackend:
         at = ""
         for part in parent.split("/"):
             at = f"{at}/{part}" if at else part
-            try:
+            if at in self._settled and not self._is_there(at):
+                self._settled.discard(at)  # before it is made anew, and others meet it
+            with suppress(FileExistsError):
                 os.mkdir(at, dir_fd=self._root)
-            except FileExistsError:
-                continue
-            self._settled.discard(at)
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            os.stat(key, dir_fd=self._root)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _settle(self, key: str) -> None:
         """Wait until the policy lets a write be acknowledged."""
@@ -209,11 +215,13 @@ class LocalBackend:
             self._settled.clear()
         folder = os.path.dirname(key)
         sync_folder(folder or ".", self._root)
+        synced = []
         while folder and folder not in self._settled:
             parent = os.path.dirname(folder)
             sync_folder(parent or ".", self._root)
-            self._settled.add(folder)
+            synced.append(folder)
             folder = parent
+        self._settled.update(synced)  # not before: who meets one of them here stops there
 
     def _accept_equal(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
         """Let a repeated write pass; refuse one of other content."""

@@ -174,8 +174,19 @@ class Staging:
             self._let_bursts_pass()
             self._drop_retired()
             pools = self._wanted()
+            self._shrink(pools)
             for pool in pools:
                 self._fill(pool, self._share(pool, len(pools)))
+
+    def _shrink(self, wanted: list[_Pool]) -> None:
+        """Drop what is more than a shape's share, which gets less as others come."""
+        with self._lock:
+            pools = list(self._pools.values())
+        for pool in pools:
+            most = self._share(pool, len(wanted)) if pool in wanted else 0
+            while len(pool.ready) > most:
+                with suppress(IndexError):  # a writer took the last one
+                    self.drop(pool.ready.popleft())
 
     def _wanted(self) -> list[_Pool]:
         """Return the shapes that were asked for more than once."""

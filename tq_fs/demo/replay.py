@@ -174,7 +174,7 @@ def hydrate(
     """Hydrate every micro-batch in turn, as fast as it goes."""
     tell("hydrate", 0.0)
     start = time.perf_counter()
-    batches = store.micro_batches(segments, budget_bytes=scale.budget_bytes)
+    batches = store.micro_batches(segments, budget_bytes=scale.budget_bytes, reuse=True)
     for number, batch in enumerate(batches, start=1):
         for tensors in batch.tensors.values():
             ledger.hydrated_bytes += sum(t.nbytes for t in tensors)
@@ -188,7 +188,7 @@ def compare(
 ) -> None:
     """Hydrate every micro-batch again and digest its tensors; apart, so that it costs no speed."""
     tell("compare", 0.0)
-    batches = store.micro_batches(segments, budget_bytes=scale.budget_bytes)
+    batches = store.micro_batches(segments, budget_bytes=scale.budget_bytes, reuse=True)
     left = iter(segments)
     for number, batch in enumerate(batches, start=1):
         mine = [next(left) for _ in batch.samples]
