@@ -187,14 +187,18 @@ class SegmentRef:
         InvalidKey
             `text` is no reference of this package.
         """
-        scheme, _, body = text.partition(":") if isinstance(text, str) else ("", "", "")
-        parts = body.split("/")
-        if scheme != _SCHEME or len(parts) != 6 or not _INDEX.fullmatch(parts[5]):
-            raise InvalidKey(
-                f"not a reference of the form {_SCHEME}:store/partition/session/incarnation/view/n",
-                subject=repr(text)[:120],
-            )
-        store_id, partition, session_id, incarnation_id, view = map(unescape, parts[:5])
-        return cls(
-            store_id, Incarnation(partition, session_id, incarnation_id), view, int(parts[5])
+        return _parse(text) if isinstance(text, str) else _parse("")
+
+
+@functools.lru_cache(4096)
+def _parse(text: str) -> SegmentRef:
+    scheme, _, body = text.partition(":")
+    parts = body.split("/")
+    if scheme != _SCHEME or len(parts) != 6 or not _INDEX.fullmatch(parts[5]):
+        raise InvalidKey(
+            f"not a reference of the form {_SCHEME}:store/partition/session/incarnation/view/n",
+            subject=repr(text)[:120],
         )
+    store_id, partition, session_id, incarnation_id, view = map(unescape, parts[:5])
+    incarnation = Incarnation(partition, session_id, incarnation_id)
+    return SegmentRef(store_id, incarnation, view, int(parts[5]))

@@ -90,9 +90,9 @@ def read_chunks(
 
 
 def _read_chunk(read: ArrayRead, position: int, source: ObjectReader, memory: Memory) -> Array:
-    sizes = read.entry.sizes
-    stored = memory.raw(read.layout.stored_nbytes(position, sizes))
-    _fill(read, position, source, (stored,), read.layout.offsets(sizes)[position])
+    layout, sizes = read.layout, read.entry.sizes
+    stored = memory.raw(layout.stored_nbytes(position, sizes))
+    _fill(read, position, source, (stored,), layout.offsets(sizes)[position] if position else 0)
     return _decoded(read, position, stored, memory)
 
 

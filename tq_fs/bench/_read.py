@@ -22,8 +22,17 @@ from tq_fs.trajectory import StepInput
 ROUTED, LOGPROBS = "routed_experts", "logprobs"
 
 
+class Destination:
+    """Memory that Segments of so many equal Steps are read into, its pages touched before."""
+
+    def __init__(self, shape: Shape, steps: int) -> None:
+        rows = steps * shape.tokens
+        self.ids = np.ones((rows - 1, shape.layers, shape.topk), np.int32)
+        self.logprobs = np.ones(rows, np.float32)
+
+
 class Recorded:
-    """A Segment of equal Steps in a store of its own, and the memory it is read into.
+    """A Segment of equal Steps in a store of its own.
 
     Parameters
     ----------
@@ -31,14 +40,23 @@ class Recorded:
         Of the store.
     shape, payloads, steps
         What it holds; the first Step has one row of routing fewer, as always.
+    out
+        What it is read into.
     settings
         Of the store.
     """
 
     def __init__(
-        self, folder: Path, shape: Shape, payloads: Sequence[Payload], steps: int, **settings: Any
+        self,
+        folder: Path,
+        shape: Shape,
+        payloads: Sequence[Payload],
+        steps: int,
+        out: Destination,
+        **settings: Any,
     ) -> None:
         self.rows = steps * shape.tokens - 1
+        self.ids, self.logprobs = out.ids, out.logprobs
         self.steps = steps
         self.shape = shape
         self.store: Store = open_store(
@@ -51,8 +69,6 @@ class Recorded:
             record = session.record(_step(parent, payload))
             parent = record.index
         (self.segment,) = session.finalize()
-        self.ids = np.ones((self.rows, shape.layers, shape.topk), np.int32)
-        self.logprobs = np.ones(self.rows + 1, np.float32)
 
     def read(self) -> None:
         """Read the whole Segment, resolving and planning included."""
@@ -104,8 +120,9 @@ def readers(
         "none, one thread": {"checksum": False, "reader_threads": 1},
         "crc32c, one thread": {"reader_threads": 1},
     }
+    out = Destination(shape, steps)
     stores = {
-        name: Recorded(folder / str(i), shape, payloads, steps, **settings)
+        name: Recorded(folder / str(i), shape, payloads, steps, out, **settings)
         for i, (name, settings) in enumerate(ways.items())
     }
     raw = _Raw(folder / "raw", shape, payloads, steps)
@@ -216,12 +233,20 @@ def _tensorstore(folder: str) -> tuple[Array, Array]:
 
 @contextmanager
 def parts(
-    folder: Path, shape: Shape, payloads: Sequence[Payload], *, layer_groups: int
+    folder: Path, shape: Shape, payloads: Sequence[Payload], *, layer_groups: int, reads: int
 ) -> Iterator[dict[str, Variant]]:
-    """Give the variants of reading a whole Step and quarters of it, at random places."""
-    plain = Recorded(folder / "plain", shape, payloads, 1, reader_threads=1)
-    grouped = Recorded(
-        folder / "grouped", shape, payloads, 1, reader_threads=1, layer_groups=layer_groups
+    """Give the variants of reading a Step so many times: whole, and quarters at random places."""
+    plain, grouped = (
+        Recorded(
+            folder / name,
+            shape,
+            payloads,
+            1,
+            Destination(shape, 1),
+            reader_threads=1,
+            layer_groups=groups,
+        )
+        for name, groups in (("plain", 1), ("grouped", layer_groups))
     )
     rng = np.random.default_rng(1)
     tokens, layers = plain.rows // 4, max(1, shape.layers // layer_groups)
@@ -236,15 +261,22 @@ def parts(
         start = int(rng.integers(0, shape.layers // layers)) * layers
         grouped.read_part((0, grouped.rows), (start, start + layers), some_layers)
 
+    ways = {
+        "whole": lambda: plain.read_part((0, plain.rows), None, plain.ids),
+        "whole, layer groups": lambda: grouped.read_part((0, grouped.rows), None, grouped.ids),
+        "quarter of tokens": quarter_tokens,
+        "quarter of layers": quarter_layers,
+    }
     try:
-        yield {
-            "whole": Variant(lambda: plain.read_part((0, plain.rows), None, plain.ids)),
-            "whole, layer groups": Variant(
-                lambda: grouped.read_part((0, grouped.rows), None, grouped.ids)
-            ),
-            "quarter of tokens": Variant(quarter_tokens),
-            "quarter of layers": Variant(quarter_layers),
-        }
+        yield {name: Variant(_times(reads, read)) for name, read in ways.items()}
     finally:
         plain.store.close()
         grouped.store.close()
+
+
+def _times(count: int, call: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(count):
+            call()
+
+    return run

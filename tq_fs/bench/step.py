@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,10 @@ from tq_fs.bench._write import Writers
 __all__ = ["Measured", "Shape", "StepBench", "document", "measure", "ratios", "show"]
 
 PART_TOKENS = 16384
+PART_READS = 4  # in a timed run
 _DISK_BYTES = 6 * 1024**3
-_RUN_BYTES = 24 * 1024 * 1024
+_WRITE_BYTES = 24 * 1024 * 1024
+_READ_BYTES = 48 * 1024 * 1024  # so long that waking a second thread does not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +58,15 @@ class Measured:
     ----------
     place
         Where, in words.
-    steps
-        Steps in a timed run.
+    steps, read_steps
+        Steps in a timed run of writing and of reading.
     write, churn, read, part
         Seconds per Step.
     """
 
     place: str
     steps: int
+    read_steps: int
     write: Timings
     churn: Timings
     read: Timings
@@ -73,7 +76,8 @@ class Measured:
 def measure(bench: StepBench, console: Console) -> Measured:
     """Measure everything in one run, interleaved."""
     shape = bench.shape
-    steps = max(4, min(16, _RUN_BYTES // shape.nbytes))
+    steps = max(4, min(16, _WRITE_BYTES // shape.nbytes))
+    read_steps = max(4, min(64, _READ_BYTES // shape.nbytes))
     payloads = make_payloads(shape, 2)
     part_shape = shape._replace(tokens=max(shape.tokens, PART_TOKENS))
     part_payloads = make_payloads(part_shape, 1)
@@ -84,13 +88,17 @@ def measure(bench: StepBench, console: Console) -> Measured:
             churn = _run(writers.churn(), bench, steps, console, "churn")
         finally:
             writers.close()
-        with readers(_sub(place, "read"), shape, payloads, steps) as variants:
-            read = _run(variants, bench, steps, console, "read")
+        with readers(_sub(place, "read"), shape, payloads, read_steps) as variants:
+            read = _run(variants, bench, read_steps, console, "read")
         with parts(
-            _sub(place, "part"), part_shape, part_payloads, layer_groups=bench.layer_groups
+            _sub(place, "part"),
+            part_shape,
+            part_payloads,
+            layer_groups=bench.layer_groups,
+            reads=PART_READS,
         ) as variants:
-            part = _run(variants, bench, 1, console, "parts")
-        return Measured(place.kind, steps, write, churn, read, part)
+            part = _run(variants, bench, PART_READS, console, "parts")
+        return Measured(place.kind, steps, read_steps, write, churn, read, part)
 
 
 def ratios(measured: Measured) -> dict[str, float]:
@@ -130,8 +138,8 @@ def show(bench: StepBench, measured: Measured, console: Console) -> None:
     shape = bench.shape
     console.print(
         f"T={shape.tokens}, {shape.layers} layers, top-{shape.topk}, {shape.dtype}: "
-        f"{shape.nbytes / 1e6:.2f} MB a Step; {measured.steps} Steps a run, "
-        f"{bench.repeats} repeats, on {measured.place}"
+        f"{shape.nbytes / 1e6:.2f} MB a Step; runs of {measured.steps} Steps written and of "
+        f"{measured.read_steps} read, {bench.repeats} repeats, on {measured.place}"
     )
     nbytes = shape.nbytes
     for title, timings, base in (
@@ -180,11 +188,15 @@ def _table(title: str, timings: Timings, base: str, nbytes: int) -> Table:
 def _run(
     variants: Mapping[str, Variant], bench: StepBench, steps: int, console: Console, title: str
 ) -> Timings:
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
-    ) as bar:
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    # Drawn between runs only: a thread that draws would take the interpreter's lock during them.
+    with Progress(*columns, console=console, auto_refresh=False) as bar:
         task = bar.add_task(f"{title:6}", total=runs_in(list(variants), bench.repeats))
-        advance: Callable[[], object] = lambda: bar.advance(task)  # noqa: E731
+
+        def advance() -> None:
+            bar.advance(task)
+            bar.refresh()
+
         return interleave(variants, repeats=bench.repeats, steps=steps, progress=advance)
 
 

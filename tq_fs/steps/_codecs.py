@@ -101,12 +101,12 @@ def verify(stored: Bytes) -> Bytes:
     ------
     ChunkCorrupt
     """
-    body, tail = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
-    check(body, tail.tobytes())
+    body = stored[:-CHECKSUM_BYTES]
+    check(body, stored[-CHECKSUM_BYTES:])
     return body
 
 
-def check(body: Bytes, tail: bytes | bytearray) -> None:
+def check(body: Bytes, tail: bytes | bytearray | Bytes) -> None:
     """Compare a chunk's bytes with the checksum stored behind them.
 
     Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Generic, Literal, TypeVar
 
 import msgspec
@@ -15,7 +16,7 @@ ATTRIBUTE = "tq_fs"
 MASK_SUFFIX = "_unknown"
 
 
-class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """One field of one Step as it is stored.
 
     Attributes
@@ -53,7 +54,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unknown: tuple[tuple[int, int], ...] = ()
     mask: ArrayEntry | None = None
 
-    @property
+    @functools.cached_property
     def layout(self) -> ArrayLayout:
         """The array's chunking."""
         return known_layout(self.shape, self.dtype, self.chunk, self.codec, checksum=self.checksum)
