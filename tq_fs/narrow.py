@@ -7,8 +7,6 @@ in every type, also where all 256 values of uint8 are legal ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from tq_fs.errors import ValueOutOfRange
@@ -40,18 +38,16 @@ def id_bound(spec: FieldSpec, stored: str) -> int:
     return top if spec.limit is None else min(top, spec.limit)
 
 
-def narrow_blocks(source: Array, target: Array, bound: int) -> Iterator[Array | None]:
+def narrow_into(source: Array, target: Array, bound: int) -> bool:
     """Copy int32 ids into a narrower array of the same shape, checking the range on the way.
 
-    One pass over memory: a block is checked and copied, and what else is to be done with it can
-    be done, while it lies in the cache. A bound that is a power of two is checked by OR-ing the
-    ids, which is cheaper than their maximum.
+    One pass over memory: a block is checked and copied while it lies in the cache. A bound that is
+    a power of two is checked by OR-ing the ids, which is cheaper than their maximum.
 
-    Yields
-    ------
-    array or None
-        Each block of `target` once it is filled, flat where `target` is contiguous. None, as the
-        last item, when a block holds an id outside of ``[0, bound)``; `target` is then undefined.
+    Returns
+    -------
+    bool
+        False as soon as a block holds an id outside of ``[0, bound)``; `target` is then undefined.
     """
     peak = np.bitwise_or.reduce if bound & (bound - 1) == 0 else np.maximum.reduce
     ids = source.view(np.uint32)
@@ -60,21 +56,15 @@ def narrow_blocks(source: Array, target: Array, bound: int) -> Iterator[Array | 
     axis = 0 if ids.ndim == 1 else None  # of one axis, the cheaper call
     step = max(1, _BLOCK_ELEMENTS * len(ids) // max(1, ids.size))
     for start in range(0, len(ids), step):
-        block, filled = ids[start : start + step], target[start : start + step]
+        block = ids[start : start + step]
         if peak(block, axis) >= bound:
-            yield None
-            return
-        np.copyto(filled, block, casting="unsafe")
-        yield filled
-
-
-def narrow_into(source: Array, target: Array, bound: int) -> bool:
-    """Run :func:`narrow_blocks` to its end; return whether every id was in range."""
-    return all(block is not None for block in narrow_blocks(source, target, bound))
+            return False
+        np.copyto(target[start : start + step], block, casting="unsafe")
+    return True
 
 
 def split_unknown(spec: FieldSpec, array: Array, bound: int, subject: str) -> tuple[Array, Array]:
-    """Separate unknown routes from ids: the slow path for Steps that :func:`narrow_blocks` refuses.
+    """Separate unknown routes from ids: the slow path for Steps that :func:`narrow_into` refuses.
 
     Returns
     -------

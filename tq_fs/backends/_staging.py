@@ -23,7 +23,7 @@ from tq_fs.backends._errors import check_key
 
 _SHAPES = 3
 _SMALLEST = 3  # members; of fewer, nothing is gained
-_BURST_S = 0.002  # without a writer for so long, a burst is over
+_BURST_S = 0.006  # without a writer for so long, a burst is over
 _SHARE = 8  # of the process's descriptors
 _FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 

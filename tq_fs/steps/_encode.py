@@ -307,8 +307,7 @@ def _copied(spec: FieldSpec, block: Array, layout: ArrayLayout, scratch: Scratch
     flat = scratch.take(layout.chunk_nbytes)
     chunk = flat.view(layout.dtype).reshape(layout.chunk)
     inside = chunk
-    whole = block.shape == chunk.shape
-    if not whole:
+    if block.shape != chunk.shape:
         inside = chunk[tuple(slice(n) for n in block.shape)]
         chunk[len(block) :] = 0
         if chunk.ndim > 1:
@@ -316,14 +315,11 @@ def _copied(spec: FieldSpec, block: Array, layout: ArrayLayout, scratch: Scratch
     if layout.dtype == spec.dtype:
         np.copyto(inside, block)
         return _Chunk(flat)
-    crc = 0
-    take_crc = layout.checksum and layout.plain and whole
-    for narrowed in narrow.narrow_blocks(block, inside, narrow.id_bound(spec, layout.dtype)):
-        if narrowed is None:
-            return None
-        if take_crc:
-            crc = _codecs.crc(narrowed, crc)
-    return _Chunk(flat, crc if take_crc else None)
+    if not narrow.narrow_into(block, inside, narrow.id_bound(spec, layout.dtype)):
+        return None
+    # Now, while the chunk lies in the cache.
+    crc = _codecs.crc(flat) if layout.checksum and layout.plain else None
+    return _Chunk(flat, crc)
 
 
 def _seal(form: Form, chunks: Sequence[_Chunk]) -> tuple[ArrayEntry, Sequence[Buffer]]:
