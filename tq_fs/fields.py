@@ -32,7 +32,7 @@ _MEMORY_TYPES = (
     *("float16", "float32", "float64"),
 )
 _TAKEN = frozenset({"kind", "parent", "context", "response", "version", "reason", "values"})
-NARROW_TYPES = ("uint8", "uint16", "int32")
+NARROW_TYPES = {"uint8": 2**8, "uint16": 2**16, "int32": 2**31}  # narrowest first; ids are below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class FieldSpec:
     @property
     def narrowable(self) -> bool:
         """Whether the field holds ids that can be stored in fewer bytes."""
-        return np.dtype(self.dtype) == np.int32
+        return self.dtype == "int32"
 
     def row_count(self, tokens: int, *, opens_chain: bool) -> int:
         """Return how many rows a Step of `tokens` own tokens has.
@@ -124,7 +124,7 @@ def _check_stored(spec: FieldSpec) -> None:
             subject=spec.name,
             remedy=f"use auto, {spec.dtype}" + (", uint8 or uint16" if spec.narrowable else ""),
         )
-    if spec.limit is not None and spec.limit - 1 > np.iinfo(spec.stored).max:
+    if spec.limit is not None and spec.limit > NARROW_TYPES[spec.stored]:
         raise InvalidConfig(
             f"{spec.limit} experts do not fit {spec.stored}",
             subject=spec.name,
@@ -134,7 +134,7 @@ def _check_stored(spec: FieldSpec) -> None:
 
 def narrowest(largest: int) -> str:
     """Return the narrowest stored type that holds ids from 0 to `largest`."""
-    return next((t for t in NARROW_TYPES if largest <= np.iinfo(t).max), "int32")
+    return next((t for t, end in NARROW_TYPES.items() if largest < end), "int32")
 
 
 def logprobs() -> FieldSpec:

@@ -26,7 +26,7 @@ def stored_type(spec: FieldSpec, array: Array) -> str:
     if spec.limit is not None:
         return narrowest(spec.limit - 1)
     if not array.size:
-        return NARROW_TYPES[0]
+        return narrowest(0)
     if not spec.unknown and int(array.min()) < 0:
         return "int32"
     return narrowest(int(array.max()))
@@ -34,7 +34,7 @@ def stored_type(spec: FieldSpec, array: Array) -> str:
 
 def id_bound(spec: FieldSpec, stored: str) -> int:
     """Return the exclusive upper bound of legal ids in `stored` type."""
-    top = int(np.iinfo(stored).max) + 1
+    top = NARROW_TYPES[stored]
     return top if spec.limit is None else min(top, spec.limit)
 
 

@@ -154,8 +154,8 @@ class LocalBackend:
     def _fill(self, staged: Staged, members: Mapping[str, Sequence[Buffer]]) -> None:
         self._at("staged")
         sync = self._sync_file
-        for buffers in members.values():
-            write(staged.fds.popleft(), buffers, sync)
+        for buffers in reversed(list(members.values())):  # large ones, which empty the cache, last
+            write(staged.fds.pop(), buffers, sync)
         self._at("members written")
         if sync is not None:
             for folder in (*folders_of(members), "."):
@@ -168,14 +168,13 @@ class LocalBackend:
 
     def _rename(self, name: str, key: str) -> bool:
         """Move a staged file or folder to its key; False where the key is taken by a folder."""
-        parent = os.path.dirname(key)
         for _ in range(_RACES):
             try:
                 os.rename(name, key, src_dir_fd=self._stage, dst_dir_fd=self._root)
             except FileNotFoundError:
                 # First of its session, or a delete removed the empty parent a moment ago.
                 with suppress(FileNotFoundError):
-                    self._make_parents(parent)
+                    self._make_parents(os.path.dirname(key))
             except (FileExistsError, IsADirectoryError, NotADirectoryError):
                 return False
             except OSError as error:
