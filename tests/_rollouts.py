@@ -456,3 +456,27 @@ def spawn_child(code: str, *arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+# ---------------------------------------------------------------- ordinary sessions
+
+FIELDS = standard_fields()
+
+
+def record(
+    store: tq_fs.Store, session_id: str, seed: int = 0, partition: str = "train", **finalize: Any
+) -> tuple[list[tq_fs.Segment], list[dict[str, Any]]]:
+    """Record and finalize a session; return its lineage Segments and what they must hydrate to."""
+    rollout = short_rollout(FIELDS, seed)
+    session = store.session(session_id, partition=partition)
+    rollout.record(session)
+    want = [e.slime(specs(FIELDS)) for e in rollout.expected("lineage")]
+    return session.finalize(**finalize), want
+
+
+def refs_of(segments: list[tq_fs.Segment]) -> list[str]:
+    return [s.ref for s in segments if s.ref is not None]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p: (folder / p).read_bytes() for p in tree(folder)}
