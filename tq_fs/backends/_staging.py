@@ -14,7 +14,7 @@ import os
 import resource
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
@@ -70,7 +70,7 @@ class Staging:
     def __init__(self, folder_fd: int, *, ahead: int) -> None:
         self._folder = folder_fd
         self._ahead = ahead
-        self._pools: OrderedDict[tuple[str, ...], _Pool] = OrderedDict()
+        self._pools: dict[tuple[str, ...], _Pool] = {}
         self._retired: deque[_Pool] = deque()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
