@@ -71,6 +71,18 @@ class StorageFailed(RetryError):
     code = "storage_failed"
 
 
+class StorageThrottled(StorageFailed):
+    """The server asked for fewer requests (503 SlowDown, 429)."""
+
+    code = "storage_throttled"
+
+
+class StorageUnreachable(StorageFailed):
+    """No answer: refused, reset or timed out, or the name of the host is not known."""
+
+    code = "storage_unreachable"
+
+
 # ---------------------------------------------------------------- make room
 
 
@@ -221,6 +233,12 @@ class ReadOnlyStore(ConflictError):
     code = "read_only"
 
 
+class StoreFenced(ConflictError):
+    """A later process has opened the store for writing, and owns it now."""
+
+    code = "store_fenced"
+
+
 class MissingError(FatalError, LookupError):
     """What was asked for is not there."""
 
@@ -231,6 +249,18 @@ class ObjectMissing(MissingError):
     """No such object in the backend."""
 
     code = "object_missing"
+
+
+class BucketMissing(MissingError):
+    """The bucket or container of the store does not exist."""
+
+    code = "bucket_missing"
+
+
+class TrajectoryMissing(MissingError):
+    """The resident fields of a session were not kept with its manifest."""
+
+    code = "trajectory_missing"
 
 
 class StepMissing(MissingError):
@@ -282,9 +312,39 @@ class FormatTooNew(CorruptError):
 
 
 class StorageDenied(FatalError):
-    """No permission, or a read-only file system."""
+    """No permission, wrong credentials, or a read-only file system."""
 
     code = "storage_denied"
+
+
+class CredentialsMissing(StorageDenied):
+    """No credentials were found."""
+
+    code = "credentials_missing"
+
+
+class CredentialsExpired(StorageDenied):
+    """The credentials were good, and are no more."""
+
+    code = "credentials_expired"
+
+
+class ClockSkewed(StorageDenied):
+    """The clocks of this machine and of the server differ too much for a signature."""
+
+    code = "clock_skewed"
+
+
+class StorageRefused(FatalError):
+    """The server does not take the request as it is."""
+
+    code = "storage_refused"
+
+
+class WrongRegion(FatalError):
+    """The bucket lies in another region, or the endpoint does not serve it."""
+
+    code = "wrong_region"
 
 
 class DependencyMissing(FatalError, ImportError):

@@ -40,7 +40,6 @@ ODD_KEYS = (
     "q?*[x]{y}|<>",
     "back\\slash",
     "quote'\"`$HOME",
-    "line\nbreak",
     "-rf",
     "~",
     "dots..inside/and.behind.",
@@ -84,6 +83,11 @@ def tree(backend: Backend, prefix: str = "") -> list[str]:
     return keys
 
 
+def below(place: str, *members: str) -> list[str]:
+    """Return the keys of a group's members, in the order that :func:`tree` has."""
+    return [f"{place}/{member}" for member in sorted(members or MEMBERS)]
+
+
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
     """Return ``work(i)`` of `count` threads that begin together; raise the first failure."""
     start = threading.Barrier(count)
@@ -113,14 +117,11 @@ class BackendSuite:
         """What was published comes back, member by member, whatever their order."""
         for order in (MEMBERS, dict(reversed(MEMBERS.items()))):
             for _ in range(4):  # a backend may do more for shapes that come again
-                backend.publish("a/group", order)
-                assert tree(backend) == [
-                    "a/group/part/data",
-                    "a/group/part/zarr.json",
-                    "a/group/zarr.json",
-                ]
-                assert backend.get("a/group/part/data") == b"0123456789"
-                assert read(backend, "a/group/zarr.json", 2) == b"{}"
+                place = backend.publish("a/group", order)
+                assert place == "a/group" or place.startswith("a/group/")
+                assert tree(backend) == below(place)
+                assert backend.get(f"{place}/part/data") == b"0123456789"
+                assert read(backend, f"{place}/zarr.json", 2) == b"{}"
                 backend.delete("a/group")
 
     @pytest.mark.parametrize(
@@ -155,11 +156,11 @@ class BackendSuite:
             for b in buffers
         )
         for _ in range(2):
-            backend.publish("g", {"data": buffers, "end": [b"!"], "last": []})
-        assert backend.get("g/data") == want
-        assert read(backend, "g/data", len(want)) == want
+            place = backend.publish("g", {"data": buffers, "end": [b"!"], "last": []})
+        assert backend.get(f"{place}/data") == want
+        assert read(backend, f"{place}/data", len(want)) == want
         with pytest.raises(ObjectShort):
-            read(backend, "g/data", 1, len(want))
+            read(backend, f"{place}/data", 1, len(want))
 
     def test_a_failed_publish_leaves_nothing_visible(self, backend: Backend) -> None:
         """A member that cannot be written takes those before it along."""
@@ -167,30 +168,31 @@ class BackendSuite:
             backend.publish("a/g", {"first": [b"data"], "second": [object()], "third": []})
         assert tree(backend) == []
         with pytest.raises(ObjectMissing):
-            backend.open("a/g/first")
-        backend.publish("a/g", {"first": [b"data"], "second": [b"too"], "third": []})
-        assert tree(backend) == ["a/g/first", "a/g/second", "a/g/third"]
+            read(backend, "a/g/first", 1)
+        place = backend.publish("a/g", {"first": [b"data"], "second": [b"too"], "third": []})
+        assert tree(backend) == below(place, "first", "second", "third")
 
     def test_a_group_appears_at_once(self, backend: Backend) -> None:
-        """Whoever sees one member sees all of them, whole."""
+        """Whoever sees the last member sees all of them, whole."""
         names = [f"m{i}" for i in range(8)]
         body = np.arange(65536, dtype=np.uint8)
-        written = threading.Event()
+        written, seen = threading.Event(), threading.Event()
 
         def write() -> None:
-            for i in range(20):
+            for i in range(2000):
                 backend.publish(f"a/{i}", {n: [n.encode(), body] for n in names})
+                if i >= 20 and seen.is_set():
+                    break
 
-        def watch() -> int:
-            seen = 0
+        def watch() -> None:
             while not written.is_set():
-                for group in backend.list("a"):
-                    assert [*backend.list(f"a/{group}")] == names
+                keys = [key for key, _ in backend.walk("a")]
+                for place in [k.rpartition("/")[0] for k in keys if k.endswith(names[-1])]:
+                    assert [*backend.list(place)] == names
                     for name in (names[-1], names[0]):
-                        data = backend.get(f"a/{group}/{name}")
+                        data = backend.get(f"{place}/{name}")
                         assert data == name.encode() + body.tobytes()
-                        seen += 1
-            return seen
+                        seen.set()
 
         with ThreadPoolExecutor(1) as pool:
             watcher = pool.submit(watch)
@@ -198,17 +200,20 @@ class BackendSuite:
                 write()
             finally:
                 written.set()
-            assert watcher.result() > 0
+            watcher.result()
+        assert seen.is_set()
 
     def test_equal_content_may_be_published_again(self, backend: Backend) -> None:
         """The acknowledgement was lost; cut into other buffers and in other order it is equal."""
-        backend.publish("g", MEMBERS)
-        backend.publish("g", MEMBERS)
-        backend.publish("g", MEMBERS | {"zarr.json": [b"{", b"}"]})
-        backend.publish(
-            "g", dict(reversed(MEMBERS.items())) | {"part/data": [b"01234", b"", b"56789"]}
-        )
-        assert tree(backend) == ["g/part/data", "g/part/zarr.json", "g/zarr.json"]
+        place = backend.publish("g", MEMBERS, fresh=True)
+        cut = {"part/data": [b"01234", b"", b"56789"]}
+        for again in (
+            MEMBERS,
+            MEMBERS | {"zarr.json": [b"{", b"}"]},
+            dict(reversed(MEMBERS.items())) | cut,
+        ):
+            assert backend.publish("g", again) == place
+        assert tree(backend) == below(place)
 
     @pytest.mark.parametrize(
         "other",
@@ -239,25 +244,23 @@ class BackendSuite:
         self, backend: Backend, other: dict[str, list[bytes]]
     ) -> None:
         """A taken prefix stays as it is, and the error names it."""
-        backend.publish("a/g", MEMBERS)
+        place = backend.publish("a/g", MEMBERS)
         with pytest.raises(ObjectExists) as error:
             backend.publish("a/g", other)
         assert "a/g" in error.value.subject
-        assert tree(backend) == ["a/g/part/data", "a/g/part/zarr.json", "a/g/zarr.json"]
-        assert backend.get("a/g/part/data") == b"0123456789"
-        assert backend.get("a/g/zarr.json") == b"{}"
+        assert tree(backend) == below(place)
+        assert backend.get(f"{place}/part/data") == b"0123456789"
+        assert backend.get(f"{place}/zarr.json") == b"{}"
 
-    def test_objects_and_groups_do_not_replace_each_other(self, backend: Backend) -> None:
-        """A key is one or the other until it is deleted."""
-        backend.publish("a/g", MEMBERS)
+    def test_a_group_does_not_replace_objects(self, backend: Backend) -> None:
+        """Not one of its name, nor what lies below it."""
+        place = backend.publish("a/g", MEMBERS)
         backend.put("a/value", b"v")
-        with pytest.raises(ObjectExists):
-            backend.put("a/g", b"v")
         with pytest.raises(ObjectExists):
             backend.publish("a/value", MEMBERS)
         with pytest.raises(ObjectExists):
             backend.publish("a", MEMBERS)
-        assert tree(backend) == ["a/g/part/data", "a/g/part/zarr.json", "a/g/zarr.json", "a/value"]
+        assert tree(backend) == [*below(place), "a/value"]
         assert backend.get("a/value") == b"v"
 
     # ------------------------------------------------------------ small objects
@@ -296,11 +299,11 @@ class BackendSuite:
         """Any range, into any buffers."""
         data = np.arange(20_000, dtype=np.uint16)
         raw = data.tobytes()
-        backend.publish("g", {"data": [data]})
+        place = backend.publish("g", {"data": [data]})
         parts = [bytearray(1), bytearray(0), memoryview(bytearray(7)), bytearray(4)]
         rows = np.empty((5, 3), np.uint16)
         single = [bytearray(1 + i % 2) for i in range(1500)]
-        with backend.open("g/data") as source:
+        with backend.open(f"{place}/data") as source:
             source.readinto([*parts, rows], 3)
             source.readinto(single, 100)
             source.readinto([], 0)
@@ -310,9 +313,9 @@ class BackendSuite:
     def test_a_whole_object_is_read_into_an_array(self, backend: Backend) -> None:
         """More bytes than one small read, from any offset."""
         data = np.random.default_rng(0).integers(0, 256, 9 * 2**20, np.uint8)
-        backend.publish("g", {"data": [data]})
+        place = backend.publish("g", {"data": [data]})
         out = np.empty(data.size - 12_345, np.uint8)
-        with backend.open("g/data") as source:
+        with backend.open(f"{place}/data") as source:
             source.readinto([out], 12_345)
         np.testing.assert_array_equal(out, data[12_345:])
 
@@ -325,23 +328,23 @@ class BackendSuite:
         self, backend: Backend, offset: int, buffers: list[int]
     ) -> None:
         """The error says which object ends where, and how far the read would have gone."""
-        backend.publish("a/g", MEMBERS)
-        with backend.open("a/g/part/data") as source, pytest.raises(ObjectShort) as error:
+        key = f"{backend.publish('a/g', MEMBERS)}/part/data"
+        with backend.open(key) as source, pytest.raises(ObjectShort) as error:
             source.readinto([bytearray(n) for n in buffers], offset)
-        assert "a/g/part/data" in error.value.subject
+        assert key in error.value.subject
         assert "10" in error.value.problem.replace(",", " ").split()
         assert str(offset + sum(buffers)) in error.value.problem.split()
 
     def test_absence_raises(self, backend: Backend) -> None:
         """No object, no default; a prefix is no object either."""
-        backend.publish("a/g", MEMBERS)
-        for key in ("nothing", "a/nothing", "a/g/part/data/deeper", "a/g/nothing"):
+        place = backend.publish("a/g", MEMBERS)
+        for key in ("nothing", "a/nothing", f"{place}/part/data/deeper", f"{place}/nothing"):
             with pytest.raises(ObjectMissing) as error:
-                backend.open(key)
+                read(backend, key, 1)
             assert key in error.value.subject
             with pytest.raises(ObjectMissing):
                 backend.get(key)
-        for key in ("a", "a/g", "a/g/part"):
+        for key in ("a", place, f"{place}/part"):
             with pytest.raises(ObjectMissing):
                 read(backend, key, 1)
             with pytest.raises(ObjectMissing):
@@ -351,57 +354,63 @@ class BackendSuite:
 
     def test_listing_gives_immediate_children_sorted(self, backend: Backend) -> None:
         """Names below a prefix, not below those; nothing where there is nothing."""
-        for key in ("a/10", "a/9", "a/b/c", "a/B", "ab/x"):
-            backend.publish(key, MEMBERS)
+        places = {k: backend.publish(k, MEMBERS) for k in ("a/10", "a/9", "a/b/c", "a/B", "ab/x")}
         backend.put("a/value", b"")
         assert [*backend.list("")] == ["a", "ab"]
         assert [*backend.list("a")] == ["10", "9", "B", "b", "value"]
-        assert [*backend.list("a/10")] == ["part", "zarr.json"]
-        for absent in ("nothing", "a/nothing/deeper", "a/value", "a/9/zarr.json"):
+        assert [*backend.list(places["a/10"])] == ["part", "zarr.json"]
+        for absent in ("nothing", "a/nothing/deeper", "a/value", f"{places['a/9']}/zarr.json"):
             assert [*backend.list(absent)] == []
+
+    def test_walking_gives_all_keys_with_their_sizes(self, backend: Backend) -> None:
+        """Whatever their depth; not those of a neighbour with a similar name."""
+        for key in ("a/10", "a/b/c", "a-b/x", "ab/x"):
+            backend.publish(key, MEMBERS)
+        backend.put("a/value", b"12345")
+        assert sorted(key for key, _ in backend.walk("")) == sorted(tree(backend))
+        found = dict(backend.walk("a"))
+        assert sorted(found) == sorted(tree(backend, "a"))
+        assert found["a/value"] == 5
+        assert sorted(found.values()) == [2, 2, 2, 2, 5, 10, 10]
+        for absent in ("nothing", "a/value", "a/nothing/deeper"):
+            assert [*backend.walk(absent)] == []
 
     def test_delete_removes_everything_below(self, backend: Backend) -> None:
         """Groups, objects and whole prefixes; neighbours with a similar name stay."""
-        for key in ("a/b/1", "a/b/2", "a/bb", "c/1"):
-            backend.publish(key, MEMBERS)
+        keys = ("a/b/1", "a/b/2", "a/bb", "c/1")
+        places = {key: backend.publish(key, MEMBERS) for key in keys}
         backend.put("a/value", b"v")
         assert backend.delete("a/value")
         assert backend.delete("a/b")
-        assert tree(backend) == [
-            "a/bb/part/data",
-            "a/bb/part/zarr.json",
-            "a/bb/zarr.json",
-            "c/1/part/data",
-            "c/1/part/zarr.json",
-            "c/1/zarr.json",
-        ]
-        for key in ("a/value", "a/b/1/zarr.json", "a/b/2/part/data"):
+        assert tree(backend) == [*below(places["a/bb"]), *below(places["c/1"])]
+        for key in ("a/value", f"{places['a/b/1']}/zarr.json", f"{places['a/b/2']}/part/data"):
             with pytest.raises(ObjectMissing):
-                backend.open(key)
+                read(backend, key, 1)
         assert backend.delete("a")
         assert backend.delete("c/1")
+        assert [*backend.walk("")] == []
         assert tree(backend) in ([], ["a"], ["c"], ["a", "c"])  # empty folders may stay, or go
 
     def test_delete_is_idempotent(self, backend: Backend) -> None:
         """It says whether there was something, and frees the key."""
         assert not backend.delete("a/g")
-        backend.publish("a/g", MEMBERS)
+        place = backend.publish("a/g", MEMBERS)
         assert backend.delete("a/g")
         assert not backend.delete("a/g")
-        assert not backend.delete("a/g/part/data")
-        backend.publish("a/g", {"zarr.json": [b"other"]})
-        assert not backend.delete("a/g/zarr.json/deeper")
-        assert tree(backend) == ["a/g/zarr.json"]
+        assert not backend.delete(f"{place}/part/data")
+        place = backend.publish("a/g", {"zarr.json": [b"other"]})
+        assert not backend.delete(f"{place}/zarr.json/deeper")
+        assert tree(backend) == below(place, "zarr.json")
 
     # ------------------------------------------------------------ keys
 
     @pytest.mark.parametrize("key", ODD_KEYS)
     def test_odd_keys_are_taken_literally(self, backend: Backend, key: str) -> None:
         """A key is text, not a pattern, path expression or option."""
-        backend.publish(f"p/{key}", {"m": [b"group"]})
+        place = backend.publish(f"p/{key}", {"m": [b"group"]})
         backend.put(f"v/{key}", b"value")
-        assert tree(backend) == [f"p/{key}/m", f"v/{key}"]
-        assert backend.get(f"p/{key}/m") == b"group"
+        assert tree(backend) == [f"{place}/m", f"v/{key}"]
+        assert backend.get(f"{place}/m") == b"group"
         assert read(backend, f"v/{key}", 5) == b"value"
         assert backend.delete(f"p/{key}")
         assert backend.delete(f"v/{key}")
@@ -410,7 +419,7 @@ class BackendSuite:
     @pytest.mark.parametrize("key", INVALID_KEYS)
     def test_invalid_keys_are_refused_by_every_method(self, backend: Backend, key: str) -> None:
         """Also where the same object could be reached by another spelling of its key."""
-        backend.publish("group", MEMBERS)
+        place = backend.publish("group", MEMBERS)
         calls: list[Callable[[], object]] = [
             lambda: backend.publish(key, MEMBERS),
             lambda: backend.publish(f"{key}/new", MEMBERS),
@@ -419,12 +428,13 @@ class BackendSuite:
             lambda: backend.open(key),
             lambda: backend.open(f"{key}/zarr.json"),
             lambda: backend.delete(key),
+            lambda: [*backend.walk(key)] if key else backend.open(key),
         ]
         if key:
             calls.append(lambda: [*backend.list(key)])
         accepted = [i for i, call in enumerate(calls) if not _refuses(call)]
         assert accepted == []
-        assert tree(backend) == ["group/part/data", "group/part/zarr.json", "group/zarr.json"]
+        assert tree(backend) == below(place)
 
     @pytest.mark.parametrize("member", ["", "..", "../other", "a//b", "/a", "a/", "./a", ".a"])
     def test_invalid_member_names_are_refused(self, backend: Backend, member: str) -> None:
@@ -438,32 +448,28 @@ class BackendSuite:
     def test_one_of_many_contents_wins_a_key(self, backend: Backend) -> None:
         """All others are refused; no mix of two appears."""
 
-        def publish(round_: int) -> Callable[[int], bool]:
-            def mine(i: int) -> bool:
+        def publish(round_: int) -> Callable[[int], str]:
+            def mine(i: int) -> str:
                 content = {n: [bytes([i]) * 5000] for n in ("a", "b", "c")}
                 try:
-                    backend.publish(f"k/{round_}", content)
+                    return backend.publish(f"k/{round_}", content)
                 except ObjectExists:
-                    return False
-                return True
+                    return ""
 
             return mine
 
         for round_ in range(10):
-            won = in_threads(8, publish(round_))
-            assert sum(won) == 1
+            places = in_threads(8, publish(round_))
+            (winner,) = [i for i, place in enumerate(places) if place]
             for name in ("a", "b", "c"):
-                assert backend.get(f"k/{round_}/{name}") == bytes([won.index(True)]) * 5000
+                assert backend.get(f"{places[winner]}/{name}") == bytes([winner]) * 5000
 
     def test_equal_content_from_many_threads_succeeds(self, backend: Backend) -> None:
         """A retry may overtake the try before it."""
         for i in range(10):
-            in_threads(8, lambda _, i=i: backend.publish(f"a/b/{i}", MEMBERS))  # type: ignore[misc]
-            assert tree(backend, f"a/b/{i}") == [
-                f"a/b/{i}/part/data",
-                f"a/b/{i}/part/zarr.json",
-                f"a/b/{i}/zarr.json",
-            ]
+            places = in_threads(8, lambda _, i=i: backend.publish(f"a/b/{i}", MEMBERS))  # type: ignore[misc]
+            assert len(set(places)) == 1
+            assert tree(backend, f"a/b/{i}") == below(places[0])
 
     def test_many_threads_publish_many_keys(self, backend: Backend) -> None:
         """Nothing is lost, nothing ends in another's place."""
@@ -473,7 +479,7 @@ class BackendSuite:
                 backend.publish(f"s/{i % 3}/{i}-{j}", {"data": [f"{i}-{j}".encode()], "z": [b""]})
 
         in_threads(8, publish)
-        keys = [k for k in tree(backend) if k.endswith("/data")]
+        keys = [k for k, _ in backend.walk("") if k.endswith("/data")]
         assert len(keys) == 200
         assert all(backend.get(k).decode() == k.split("/")[2] for k in keys)
 
@@ -483,26 +489,26 @@ class BackendSuite:
         def come_and_go(i: int) -> None:
             for j in range(60):
                 key = f"steps/part/session/incarnation/{i}-{j}"
-                backend.publish(key, MEMBERS)
-                assert backend.get(f"{key}/part/data") == b"0123456789"
+                place = backend.publish(key, MEMBERS)
+                assert backend.get(f"{place}/part/data") == b"0123456789"
                 assert backend.delete(key)
 
         in_threads(4, come_and_go)
-        assert not any(k.endswith("data") for k in tree(backend))
+        assert [*backend.walk("")] == []
 
     # ------------------------------------------------------------ life
 
     def test_pickles_as_configuration(self, backend: Backend) -> None:
         """A copy, as another process gets it, reads and writes the same data."""
-        backend.publish("a/g", MEMBERS)
+        place = backend.publish("a/g", MEMBERS)
         copy: Backend = pickle.loads(pickle.dumps(backend))
         try:
-            assert copy.get("a/g/part/data") == b"0123456789"
-            copy.publish("a/h", MEMBERS)
+            assert copy.get(f"{place}/part/data") == b"0123456789"
+            other = copy.publish("a/h", MEMBERS)
             copy.put("value", b"v")
         finally:
             copy.close()
-        assert read(backend, "a/h/zarr.json", 2) == b"{}"
+        assert read(backend, f"{other}/zarr.json", 2) == b"{}"
         assert backend.get("value") == b"v"
 
     def test_says_how_large_a_fast_read_is(self, backend: Backend) -> None:
@@ -512,10 +518,14 @@ class BackendSuite:
     def test_sync_and_close_may_be_called_again(self, backend: Backend) -> None:
         """Neither takes anything away."""
         backend.sync()
-        backend.publish("g", MEMBERS)
+        place = backend.publish("g", MEMBERS)
         backend.sync()
         backend.sync()
-        assert backend.get("g/zarr.json") == b"{}"
+        backend.settle("g")
+        backend.settle("")
+        backend.cool(["g", "nothing"])
+        assert not backend.distrust("nothing/at/all") or backend.get(f"{place}/part/data")
+        assert backend.get(f"{place}/zarr.json") == b"{}"
         backend.close()
         backend.close()
 

@@ -1,7 +1,30 @@
 """Where bytes rest. A backend has never heard of a Step or a manifest."""
 
-from tq_fs.backends._base import Backend, Buffer, ObjectReader
+from tq_fs.backends._base import COMMIT, Backend, Buffer, ObjectReader
 from tq_fs.backends._errors import mapped
+from tq_fs.backends._fsspec import FsspecBackend
 from tq_fs.backends._local import STAGING, LocalBackend
+from tq_fs.backends._objects import ObjectBackend, is_attempt
+from tq_fs.backends._node_cache import NodeCache
+from tq_fs.backends._obstore import ObstoreBackend
+from tq_fs.backends._open import open_object_backend
+from tq_fs.backends._retry import Retry
+from tq_fs.backends._tiered import TieredBackend
 
-__all__ = ["STAGING", "Backend", "Buffer", "LocalBackend", "ObjectReader", "mapped"]
+__all__ = [
+    "COMMIT",
+    "STAGING",
+    "Backend",
+    "Buffer",
+    "FsspecBackend",
+    "LocalBackend",
+    "NodeCache",
+    "ObjectBackend",
+    "ObjectReader",
+    "ObstoreBackend",
+    "Retry",
+    "TieredBackend",
+    "is_attempt",
+    "mapped",
+    "open_object_backend",
+]

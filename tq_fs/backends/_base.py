@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 # bytes, bytearray, memoryview or a contiguous numpy array. Python 3.11 has no type for "anything
 # with a buffer", and numpy does not declare its own before 3.12.
 Buffer: TypeAlias = Any
+
+
+COMMIT = "zarr.json"
 
 
 class ObjectReader(Protocol):
@@ -32,8 +35,14 @@ class ObjectReader(Protocol):
 class Backend(Protocol):
     """Write-once groups of objects, and small replaceable ones, under keys of plain text.
 
-    A key is components joined by ``/``; no component is empty or begins with a dot. All methods
-    may be called from many threads. Absence always raises, but for deleting, which is idempotent.
+    A key is components joined by ``/``; no component is empty or begins with a dot, and none is
+    ``try-`` with 16 hex digits, which names an attempt to publish. All methods may be called from
+    many threads. Absence always raises, but for deleting, which is idempotent.
+
+    A group lies at its *place*. A file system renames it to its prefix, whole. An object store has
+    no rename: there each attempt has a place of its own below the prefix, and one member is the
+    commit, written last: the group's ``zarr.json``, or the last one where there is none. Who finds
+    that one finds all of them.
 
     Attributes
     ----------
@@ -43,11 +52,24 @@ class Backend(Protocol):
 
     request_bytes: int
 
-    def publish(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
-        """Make all `members` readable under `prefix` at once, or none of them.
+    def publish(
+        self, prefix: str, members: Mapping[str, Sequence[Buffer]], *, fresh: bool = False
+    ) -> str:
+        """Make all `members` readable below the place returned at once, or none of them.
 
         A member's buffers are written one after the other. Publishing content that is there
         already, byte for byte, succeeds: the acknowledgement was lost.
+
+        Parameters
+        ----------
+        fresh
+            The caller knows that `prefix` was never used, so that a backend for which looking
+            costs a request may do without.
+
+        Returns
+        -------
+        str
+            The group's place: `prefix`, or a prefix below it.
 
         Raises
         ------
@@ -74,10 +96,14 @@ class Backend(Protocol):
         Raises
         ------
         ObjectMissing
+            Here, or at the first read.
         """
 
     def list(self, prefix: str) -> Iterator[str]:
         """Yield the names right below `prefix`, sorted; nothing where there is no such prefix."""
+
+    def walk(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield key and size of each object below `prefix`; those of a prefix follow each other."""
 
     def delete(self, prefix: str) -> bool:
         """Remove an object or everything below a prefix; at once, as a reader sees it.
@@ -86,6 +112,28 @@ class Backend(Protocol):
         -------
         bool
             Whether there was something.
+        """
+
+    def distrust(self, key: str) -> bool:
+        """Hear that what was read of an object is not what was written.
+
+        Returns
+        -------
+        bool
+            Whether reading it again may help: the bytes may have changed on their way, or a copy
+            of them was dropped.
+        """
+
+    def cool(self, prefixes: Iterable[str]) -> None:
+        """Hear that groups will hardly be read again: the first to leave where room is short."""
+
+    def settle(self, prefix: str) -> None:
+        """Return once everything published below `prefix` lies where the policy wants it.
+
+        Raises
+        ------
+        TqFsError
+            It could not be brought there; what was acknowledged is kept, and tried again.
         """
 
     def sync(self) -> None:

@@ -117,5 +117,3 @@ def sync_folder(path: str, dir_fd: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -99,13 +100,24 @@ class LocalBackend:
             self._staging = Staging(self._stage, ahead=ahead)
         self._group_sync = GroupSync(self._root)
 
+    @property
+    def read_only(self) -> bool:
+        """Whether writes are refused."""
+        return self._read_only
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as configuration; the copy opens its own descriptors."""
         return _reopen, (str(self.root), self.durability, self._ahead, self._read_only)
 
     # ------------------------------------------------------------ write
 
-    def publish(self, prefix: str, members: Mapping[str, Sequence[Buffer]]) -> None:
+    def publish(
+        self,
+        prefix: str,
+        members: Mapping[str, Sequence[Buffer]],
+        *,
+        fresh: bool = False,  # noqa: ARG002  # looking costs nothing: the rename does it
+    ) -> str:
         """Make all members readable under `prefix` at once; see the protocol."""
         check_key(prefix)
         self._check_writable()
@@ -125,6 +137,7 @@ class LocalBackend:
         except OSError as error:
             raise translate(error, self._name(prefix)) from error
         self._at("acknowledged")
+        return prefix
 
     def put(self, key: str, data: bytes) -> None:
         """Write one small object whole, replacing what was there at once."""
@@ -290,6 +303,25 @@ class LocalBackend:
             os.close(fd)
         yield from names
 
+    def walk(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield key and size of each object below `prefix`; those of a prefix follow each other."""
+        for name in self.list(prefix):
+            key = f"{prefix}/{name}" if prefix else name
+            try:
+                found = os.stat(key, dir_fd=self._root)
+            except FileNotFoundError:
+                continue  # deleted since it was listed
+            except OSError as error:
+                raise translate(error, self._name(key)) from error
+            if stat.S_ISDIR(found.st_mode):
+                yield from self.walk(key)
+            else:
+                yield key, found.st_size
+
+    def distrust(self, key: str) -> bool:  # noqa: ARG002
+        """Return False: what a file holds is all there is."""
+        return False
+
     # ------------------------------------------------------------ remove
 
     def delete(self, prefix: str) -> bool:
@@ -312,7 +344,8 @@ class LocalBackend:
     def _reserve(self) -> None:
         """Keep some room for small objects, without which nothing could be released."""
         with suppress(OSError):
-            fd = os.open(_RESERVE, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644, dir_fd=self._stage)
+            flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC
+            fd = os.open(_RESERVE, flags, 0o644, dir_fd=self._stage)
             try:
                 os.posix_fallocate(fd, 0, _RESERVE_BYTES)
                 self._reserved = True
@@ -356,10 +389,10 @@ class LocalBackend:
 
     def _discard(self, name: str) -> None:
         path = self.root / STAGING / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        while path.is_dir():
+            with suppress(FileNotFoundError):  # another delete was at a part of it when it moved
+                shutil.rmtree(path)
+        path.unlink(missing_ok=True)
 
     def _prune(self, parent: str) -> None:
         while "/" in parent:
@@ -368,6 +401,12 @@ class LocalBackend:
             except OSError:
                 return  # not empty
             parent = os.path.dirname(parent)
+
+    def cool(self, prefixes: Iterable[str]) -> None:
+        """Do nothing: there is nowhere else to go."""
+
+    def settle(self, prefix: str) -> None:
+        """Do nothing: what was published lies where it belongs."""
 
     def sync(self) -> None:
         """Write back everything dirty on the backend's file system."""

@@ -1,0 +1,34 @@
+"""The S3 server that tests marked `s3` share: moto's, or MinIO's with ``--s3-server=minio``."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tq_fs.bench.servers import S3Server, s3_server as start_server
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--s3-server", choices=("moto", "minio"), default="moto")
+
+
+@pytest.fixture(scope="session")
+def s3_server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
+    """Give a server, with the environment that leads clients to it."""
+    with (
+        start_server(request.config.getoption("--s3-server")) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server) -> str:
+    """Give the name of a bucket of the test's own."""
+    name = f"b{uuid.uuid4().hex[:12]}"
+    s3_server.make_bucket(name)
+    return name
