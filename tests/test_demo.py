@@ -26,6 +26,7 @@ else:
     pytest.importorskip("psutil")
 
 import tq_fs
+from tq_fs import StoreConfig
 from tq_fs.demo import compare, replay
 from tq_fs.demo.engine import TinyMoe
 from tq_fs.demo.measure import PathFailed, watch
@@ -33,6 +34,7 @@ from tq_fs.demo.r3 import examples as examples_of
 from tq_fs.demo.r3 import gap, reproduce
 from tq_fs.demo.run import run
 from tq_fs.demo.scenario import TINY, Rollout, play, rounds
+from tq_fs.demo.where import Where
 from tq_fs.errors import ChunkCorrupt
 from tq_fs.session import Session
 
@@ -64,8 +66,9 @@ def run_tiny(tmp_path: Path, **settings: Any) -> tuple[int, str, Path]:
     """Exit code, printed text and figure of a tiny demo."""
     console = Console(file=io.StringIO(), width=100)
     figure = tmp_path / "figures" / "memory.png"
+    config = StoreConfig(**settings)
     code = run(
-        folder=tmp_path / "stores", figure=figure, scale=TINY, console=console, settings=settings
+        folder=tmp_path / "stores", figure=figure, scale=TINY, console=console, config=config
     )
     assert isinstance(console.file, io.StringIO)
     return code, console.file.getvalue(), figure
@@ -206,13 +209,12 @@ def test_replay_of_damaged_data_is_named_by_its_digest(
     tmp_path: Path, rollouts: list[Rollout]
 ) -> None:
     task = replay.Task(
-        url=f"file://{tmp_path}",
+        where=Where(f"file://{tmp_path}", StoreConfig(checksum=False)),
         rollouts=rollouts,
         copies=2,
         scale=TINY,
-        settings={"checksum": False},
     )
-    memory = replay.replay(replace(task, url=None, settings={}), _quiet)
+    memory = replay.replay(replace(task, where=None), _quiet)
     ledger = replay.Ledger()
     with task.open() as store:
         segments = replay.record(store, task, ledger, _quiet)
@@ -227,14 +229,16 @@ def test_replay_of_damaged_data_is_named_by_its_digest(
 def test_watch_sees_memory_that_the_in_memory_path_holds(rollouts: list[Rollout]) -> None:
     scale = replace(TINY, payload_bytes=24 * 1024 * 1024, budget_bytes=1024 * 1024)
     copies = replay.copies_for(rollouts, scale)
-    watched = watch(replay.Task(url=None, rollouts=rollouts, copies=copies, scale=scale))
+    watched = watch(replay.Task(where=None, rollouts=rollouts, copies=copies, scale=scale))
     assert watched.ledger.memory_bytes["routed_experts"] >= scale.payload_bytes
     assert watched.peak_growth > 0.9 * scale.payload_bytes
     assert [phase.name for phase in watched.phases][-1] == "release"
 
 
 def test_watch_raises_what_the_path_raised(rollouts: list[Rollout]) -> None:
-    task = replay.Task(url="ftp://there/x", rollouts=rollouts, copies=1, scale=TINY)
+    task = replay.Task(
+        where=Where("nope://there/x", StoreConfig()), rollouts=rollouts, copies=1, scale=TINY
+    )
     with pytest.raises(PathFailed, match="InvalidConfig"):
         watch(task)
 
@@ -243,7 +247,7 @@ def test_watch_fails_where_the_process_ends_without_a_result(
     rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tq_fs.demo.measure.main", operator.is_)
-    task = replay.Task(url=None, rollouts=rollouts, copies=1, scale=TINY)
+    task = replay.Task(where=None, rollouts=rollouts, copies=1, scale=TINY)
     with pytest.raises(PathFailed, match="exit code 0"):
         watch(task)
 

@@ -245,7 +245,7 @@ FIELDS = standard_fields()
 SESSION = """
 import functools, json, os, sys
 from pathlib import Path
-import tq_fs.store
+import tq_fs.places
 from tq_fs.backends import LocalBackend
 from _rollouts import VIEWS, open_store, standard_fields, turning_rollout
 
@@ -259,7 +259,7 @@ def at(name):
         if passed == int(nth):
             os.kill(os.getpid(), 9)
 
-tq_fs.store.LocalBackend = functools.partial(LocalBackend, at=at)
+tq_fs.places.LocalBackend = functools.partial(LocalBackend, at=at)
 fields = standard_fields()
 store = open_store(
     Path(folder), fields, durability=durability, prepared_groups=int(prepared), writer_threads=1
@@ -404,8 +404,8 @@ def test_what_a_sweep_removed_is_counted_in_steps(tmp_path: Path, prepared: int)
     """Four Steps were published and a fifth was begun; folders kept ready are no Steps."""
     kill(tmp_path, "none", "record", "staged", 1, prepared)
     with open_store(tmp_path, FIELDS) as store:
-        assert store.swept.sessions == 1
-        assert store.swept.steps in (4, 5)
+        assert store.recovery.swept_sessions == 1
+        assert store.recovery.swept_steps in (4, 5)
 
 
 FOREVER = """

@@ -122,7 +122,7 @@ def test_the_golden_store_is_read_by_todays_code(golden_store: Path, read_only: 
         assert_bits(batch["rollout_log_probs"][0], np.concatenate(arrays["logprobs"])[2:])
         assert_bits(batch["rollout_routed_experts"][0], np.concatenate(arrays["routed_experts"]))
         if not read_only:
-            assert store.swept == type(store.swept)(0, 0)
+            assert (store.recovery.swept_sessions, store.recovery.swept_steps) == (0, 0)
             assert store.release(refs, "train") == 2
 
 
@@ -220,7 +220,7 @@ def assert_left_alone(
     assert len([p for p in before if p.endswith("zarr.json")]) == 3 * 3
     for read_only in (True, False):
         with open_store(folder, FIELDS, read_only=read_only) as store:
-            assert store.swept == type(store.swept)(0, 0, (where,))
+            assert store.recovery.unreadable == (where,)
             (other,) = store.unreleased()
             (want,) = short_rollout(FIELDS, 2).expected("lineage")
             assert_batch(store.hydrate([other]), [want.slime(specs(FIELDS))])

@@ -185,7 +185,7 @@ def test_a_release_that_is_repeated_while_the_first_deletes_leaves_nothing(
                 threading.Timer(0.2, late.set).start()
 
     armed = False
-    monkeypatch.setattr("tq_fs.store.LocalBackend", partial(LocalBackend, at=at))
+    monkeypatch.setattr("tq_fs.places.LocalBackend", partial(LocalBackend, at=at))
     store = open_store(tmp_path, FIELDS)
     with store:
         segments, _ = record(store, "a", 1)
@@ -213,7 +213,7 @@ class Stuck(LocalBackend):
 def test_steps_that_cannot_be_deleted_are_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, then: str
 ) -> None:
-    monkeypatch.setattr("tq_fs.store.LocalBackend", Stuck)
+    monkeypatch.setattr("tq_fs.places.LocalBackend", Stuck)
     monkeypatch.setattr(Stuck, "prefix", "steps/")
     with open_store(tmp_path, FIELDS) as store:
         first, _ = record(store, "a", 1)
@@ -230,7 +230,7 @@ def test_steps_that_cannot_be_deleted_are_tried_again(
             assert store.release(first) == 0
             assert len(visible_steps(tmp_path)) == 3
     with open_store(tmp_path, FIELDS) as store:
-        assert store.swept.steps == (2 if then == "a start" else 0)
+        assert store.recovery.swept_steps == (2 if then == "a start" else 0)
         assert_batch(store.hydrate(second), want)
         store.release(second)
     assert tree(tmp_path) == {"default/store.json"}
@@ -239,7 +239,7 @@ def test_steps_that_cannot_be_deleted_are_tried_again(
 def test_an_orphan_that_cannot_be_deleted_does_not_stop_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tq_fs.store.LocalBackend", Stuck)
+    monkeypatch.setattr("tq_fs.places.LocalBackend", Stuck)
     monkeypatch.setattr(Stuck, "prefix", "steps/")
     with open_store(tmp_path, FIELDS) as store:
         segments, want = record(store, "a", 1)
@@ -249,7 +249,7 @@ def test_an_orphan_that_cannot_be_deleted_does_not_stop_a_start(
         assert Stuck.times == 0
         assert_batch(store.hydrate(segments), want)
     with open_store(tmp_path, FIELDS) as store:
-        assert store.swept.sessions == 1
+        assert store.recovery.swept_sessions == 1
         store.release(segments)
     assert tree(tmp_path) == {"default/store.json"}
 
@@ -257,7 +257,7 @@ def test_an_orphan_that_cannot_be_deleted_does_not_stop_a_start(
 def test_a_release_whose_manifest_cannot_be_dropped_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tq_fs.store.LocalBackend", Stuck)
+    monkeypatch.setattr("tq_fs.places.LocalBackend", Stuck)
     monkeypatch.setattr(Stuck, "prefix", "manifests/")
     with open_store(tmp_path, FIELDS) as store:
         segments, want = record(store, "a", 1)
@@ -358,7 +358,7 @@ def test_a_finalize_that_fails_leaves_the_session_open(
             armed = False
             raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("tq_fs.store.LocalBackend", partial(LocalBackend, at=at))
+    monkeypatch.setattr("tq_fs.places.LocalBackend", partial(LocalBackend, at=at))
     rollout = turning_rollout()
     with open_store(tmp_path, FIELDS) as store:
         session = store.session("s")
@@ -393,7 +393,7 @@ def test_a_step_that_cannot_be_deleted_does_not_leave_a_session_half_finalized(
             armed = False
             raise OSError(5, os.strerror(5))
 
-    monkeypatch.setattr("tq_fs.store.LocalBackend", partial(LocalBackend, at=at))
+    monkeypatch.setattr("tq_fs.places.LocalBackend", partial(LocalBackend, at=at))
     rollout = turning_rollout()
     want = [e.slime(specs(FIELDS)) for view in VIEWS for e in rollout.expected(view)]
     with open_store(tmp_path, FIELDS) as store:
@@ -427,9 +427,9 @@ def test_sessions_left_open_are_swept_when_the_store_is_opened_again(tmp_path: P
         assert len(visible_steps(tmp_path)) == 3 + 6
         before = tree(tmp_path)
     with open_store(tmp_path, FIELDS) as store:
-        assert (store.swept.sessions, store.swept.steps) == (3, 6)
+        assert (store.recovery.swept_sessions, store.recovery.swept_steps) == (3, 6)
         assert tree(tmp_path) == {p for p in before if "/p" not in p}
         assert empty_folders(tmp_path) == set()
         assert_batch(store.hydrate(kept), want)
     with open_store(tmp_path, FIELDS) as store:
-        assert (store.swept.sessions, store.swept.steps) == (0, 0)
+        assert (store.recovery.swept_sessions, store.recovery.swept_steps) == (0, 0)

@@ -65,7 +65,7 @@ def test_every_id_round_trips_as_session_and_as_partition(tmp_path: Path) -> Non
     for tree_of in ("steps", "manifests"):
         assert len(list((root / tree_of / "p").iterdir())) == len(WEIRD)  # a folder for each
     with open_store(tmp_path, FIELDS, store_id="weird/../id %") as store:
-        assert store.swept.steps == 0
+        assert store.recovery.swept_steps == 0
         assert set(store.unreleased()) == set(want)
         for text in WEIRD.values():
             mine = {ref for ref, (p, _, _) in want.items() if p == text}

@@ -58,7 +58,8 @@ def test_a_store_that_is_opened_again_continues(tmp_path: Path) -> None:
         first, want_first = record(store, "a", 1)
     with open_store(tmp_path, FIELDS) as store:
         assert list(store.unreleased()) == refs_of(first)
-        assert store.swept == type(store.swept)(0, 0)
+        assert (store.recovery.swept_sessions, store.recovery.swept_steps) == (0, 0)
+        assert not store.recovery.incomplete and not store.recovery.unreadable
         assert_batch(store.hydrate(first), want_first)
         second, want_second = record(store, "b", 2)
         assert_batch(store.hydrate([*second, *first]), want_second + want_first)
@@ -155,7 +156,7 @@ def test_the_folder_stays_locked_until_the_last_step_is_written(
             written.set()
             assert go.wait(20)
 
-    monkeypatch.setattr("tq_fs.store.LocalBackend", partial(LocalBackend, at=at))
+    monkeypatch.setattr("tq_fs.places.LocalBackend", partial(LocalBackend, at=at))
     store = open_store(tmp_path, FIELDS)
     rollout = short_rollout(FIELDS, 1)
     future = store.session("s").submit(rollout.step(rollout.turns[0]))
@@ -302,7 +303,7 @@ def test_closing_a_store_lets_a_micro_batch_that_is_being_hydrated_end(
                 assert go.wait(20)
             return super().open(key)
 
-    monkeypatch.setattr("tq_fs.store.LocalBackend", Slow)
+    monkeypatch.setattr("tq_fs.places.LocalBackend", Slow)
     store = open_store(tmp_path, FIELDS, reader_threads=1)
     segments, want = record(store, "a", 1)
     batches = store.micro_batches(segments, size=1)
@@ -358,7 +359,7 @@ def test_a_manifest_of_another_store_is_left_alone(tmp_path: Path) -> None:
     ref = str(SegmentRef("two", known.incarnation, known.view, known.index))
     before = tree(tmp_path)
     with open_store(tmp_path, FIELDS, store_id="two") as store:
-        assert store.swept == type(store.swept)(0, 0, (known.incarnation.path,))
+        assert store.recovery.unreadable == (known.incarnation.path,)
         for use in (store.hydrate, store.release):
             with pytest.raises(WrongStore, match="'one' in store 'two'"):
                 use([ref])
@@ -487,7 +488,7 @@ class Blind(LocalBackend):
 def test_nothing_is_read_while_recording_branching_and_finalizing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, durability: str
 ) -> None:
-    monkeypatch.setattr("tq_fs.store.LocalBackend", Blind)
+    monkeypatch.setattr("tq_fs.places.LocalBackend", Blind)
     ops = [
         Op("create"), Op("append", 0), Op("branch", 1), Op("append", 0, 0, 0), Op("boundary", 2),
         Op("append", 1), Op("create", 0, 1, 0),
@@ -526,7 +527,7 @@ def test_switched_off_it_touches_no_disk_and_gives_the_same_tensors(
     rollout = turning_rollout()
     declared = specs(FIELDS)
     with monkeypatch.context() as patched:
-        patched.setattr("tq_fs.store.LocalBackend", never)
+        patched.setattr("tq_fs.places.LocalBackend", never)
         if how == "no url":
             off = tq_fs.open_store(None, fields=declared)
         else:

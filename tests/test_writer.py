@@ -77,7 +77,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     stores: list[tq_fs.Store] = []
 
     def open_with(at: Callable[[str], None], **settings: Any) -> tq_fs.Store:
-        monkeypatch.setattr("tq_fs.store.LocalBackend", partial(LocalBackend, at=at))
+        monkeypatch.setattr("tq_fs.places.LocalBackend", partial(LocalBackend, at=at))
         stores.append(open_store(tmp_path, FIELDS, **settings))
         return stores[-1]
 
@@ -123,7 +123,7 @@ def test_of_two_widths_at_the_same_time_one_is_recorded_and_one_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate("renamed")
-    monkeypatch.setattr("tq_fs.store.LocalBackend", partial(LocalBackend, at=gate))
+    monkeypatch.setattr("tq_fs.places.LocalBackend", partial(LocalBackend, at=gate))
     with tq_fs.open_store(
         tmp_path.as_uri(), fields=[tq_fs.routed_experts()], prepared_groups=0
     ) as store:

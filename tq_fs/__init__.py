@@ -22,14 +22,15 @@ trainer reads the rows and layers it needs and gets bit-identical tensors.
 """
 
 from tq_fs import errors
-from tq_fs.config import StoreConfig
+from tq_fs.config import StoreConfig, TierConfig
 from tq_fs.fields import FieldSpec, logprobs, routed_experts
 from tq_fs.hydrate import Arena
 from tq_fs.micro_batches import MicroBatch, MicroBatches
 from tq_fs.model_config import routed_experts_of_model
 from tq_fs.reader import SegmentReader
+from tq_fs.recovery import Recovery
 from tq_fs.session import Session
-from tq_fs.store import Store, open_store
+from tq_fs.store import Store, open_store, recover_store
 from tq_fs.trajectory import Sample, Segment, StepInput, StepRecord
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "FieldSpec",
     "MicroBatch",
     "MicroBatches",
+    "Recovery",
     "Sample",
     "Segment",
     "SegmentReader",
@@ -47,9 +49,11 @@ __all__ = [
     "StepRecord",
     "Store",
     "StoreConfig",
+    "TierConfig",
     "errors",
     "logprobs",
     "open_store",
+    "recover_store",
     "routed_experts",
     "routed_experts_of_model",
 ]

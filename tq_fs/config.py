@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -11,8 +11,69 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from tq_fs.errors import InvalidConfig
+from tq_fs.storage_options import StorageOptions
 
 MiB = 1024 * 1024
+GiB = 1024 * MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """Local NVMe before an object store.
+
+    Attributes
+    ----------
+    folder
+        Absolute folder on the node's NVMe. Every node has its own; so has every run.
+    policy
+        ``write-back``: a Step is acknowledged when it is on NVMe and uploaded behind; finalizing
+        its session waits for that. ``write-through``: acknowledged when the object store has it.
+    capacity_bytes
+        What the front may hold; None for as much as its file system has.
+    high_water, low_water
+        Shares of the capacity: above the first, uploaded Steps leave the front until the second
+        is reached; the released and coldest go first.
+    upload_threads
+        Threads that upload.
+    upload_queue_bytes
+        Bound of what is on NVMe only. A Step that finds no room waits for the
+        ``inflight_deadline_s``.
+    upload_memory_bytes
+        Bound of the Steps that are in memory while they are uploaded.
+    cache_bytes
+        Bound of what was read from the object store and is kept on NVMe for all processes of the
+        node; 0 keeps nothing.
+    """
+
+    folder: str
+    policy: str = "write-back"
+    capacity_bytes: int | None = None
+    high_water: float = 0.9
+    low_water: float = 0.7
+    upload_threads: int = 4
+    upload_queue_bytes: int = 4 * GiB
+    upload_memory_bytes: int = 64 * MiB
+    cache_bytes: int = 16 * GiB
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense."""
+        if not isinstance(self.folder, str) or not self.folder.startswith("/"):
+            raise InvalidConfig(f"{self.folder!r} is no absolute folder", subject="tier.folder")
+        _check_choice("tier.policy", self.policy, ("write-back", "write-through"))
+        if self.capacity_bytes is not None:
+            _check_whole("tier.capacity_bytes", self.capacity_bytes, 1)
+        _check_whole("tier.upload_threads", self.upload_threads, 1)
+        _check_whole("tier.upload_queue_bytes", self.upload_queue_bytes, 1)
+        _check_whole("tier.upload_memory_bytes", self.upload_memory_bytes, 1)
+        _check_whole("tier.cache_bytes", self.cache_bytes, 0)
+        for name in ("high_water", "low_water"):
+            _check_number(f"tier.{name}", getattr(self, name))
+        if not 0 < self.low_water <= self.high_water <= 1:
+            raise InvalidConfig(
+                f"{self.low_water} and {self.high_water}",
+                subject="tier.low_water, tier.high_water",
+                remedy="0 < low_water <= high_water <= 1",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,19 +82,28 @@ class StoreConfig:
 
     Attributes
     ----------
+    url
+        Where the store is, for programs that open what a file names; :func:`tq_fs.open_store` is
+        given it.
     store_id
         The run. Opening the same URL and id again continues it.
     transfer
         Fields to take out of memory; None for all declared ones, empty to switch the store off.
     durability
         ``none`` (survives a killed process), ``batch`` (one sync for all writers that wait) or
-        ``step`` (each Step's own sync): when a Step is acknowledged.
+        ``step`` (each Step's own sync): when a Step is acknowledged on a local disk.
     checksum
         Follow each chunk with its CRC-32C and check it on reading.
     layer_groups
         Groups to split the layer axis into: the trainer's pipeline-parallel size.
+    layout
+        ``compact``: arrays have no ``zarr.json`` of their own, only the group's; fewer objects.
+        ``full``: they have. ``auto``: compact in an object store, full on a local disk.
+    persist_trajectories
+        Keep the resident fields (tokens, versions, messages …) of finalized sessions beside their
+        manifest, so that a later run can train on them. None: in an object store only.
     writer_threads
-        Threads that encode and write Steps.
+        Threads that encode and write Steps. None: 2 on a local disk, 8 in an object store.
     inflight_bytes
         Bound of the bytes of Steps that are on their way to the disk. The largest Step has to fit:
         256K tokens of 75 layers and top-8 are 600 MiB as int32.
@@ -43,48 +113,69 @@ class StoreConfig:
         Empty Step folders to keep ready for writers, each with about five open descriptors (at
         most an eighth of the process's); 0 makes each when it is needed.
     reader_threads
-        Threads that read, the calling one included.
+        Threads that read, the calling one included. None: 2 on a local disk, 16 in an object
+        store.
     cache_bytes
         Bound of decoded chunks kept for Segments that share Steps.
     manifest_cache_bytes
         Bound of decoded manifests, in bytes of their JSON; in memory about five times that.
+    driver
+        Of an object store: ``obstore``, ``s3fs`` (fsspec), or ``auto``: obstore where it is
+        installed and the URL begins with ``s3://``.
+    storage_options
+        Of the driver. For S3: ``endpoint_url``, ``region``, ``addressing_style`` (auto, path,
+        virtual), ``profile``, ``key``, ``secret``, ``token``, ``anon``; what is left out comes
+        from the environment and the AWS configuration files. For others: fsspec's.
+    retry_deadline_s
+        Seconds for which a request that fails in a way that may pass is tried again.
+    request_timeout_s
+        Seconds without an answer after which a request counts as failed.
+    tier
+        Local NVMe before an object store; None for none.
     """
 
+    url: str | None = None
     store_id: str = "default"
     transfer: tuple[str, ...] | None = None
     durability: str = "none"
     checksum: bool = True
     layer_groups: int = 1
-    writer_threads: int = 2
+    layout: str = "auto"
+    persist_trajectories: bool | None = None
+    writer_threads: int | None = None
     inflight_bytes: int = 1024 * MiB
     inflight_deadline_s: float = 60.0
     prepared_groups: int = 32
-    reader_threads: int = 2
+    reader_threads: int | None = None
     cache_bytes: int = 64 * MiB
     manifest_cache_bytes: int = 16 * MiB
+    driver: str = "auto"
+    storage_options: StorageOptions = field(default_factory=StorageOptions)
+    retry_deadline_s: float = 60.0
+    request_timeout_s: float = 30.0
+    tier: TierConfig | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense."""
         least = {
             "layer_groups": 1,
-            "writer_threads": 1,
             "inflight_bytes": 1,
             "prepared_groups": 0,
-            "reader_threads": 1,
             "cache_bytes": 0,
             "manifest_cache_bytes": 0,
         }
         for name, low in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise InvalidConfig(f"{value!r} where an integer >= {low} belongs", subject=name)
-        deadline = self.inflight_deadline_s
-        if not isinstance(deadline, int | float) or not deadline >= 0:
-            raise InvalidConfig(f"{self.inflight_deadline_s!r} s", subject="inflight_deadline_s")
-        if not isinstance(self.checksum, bool):
-            raise InvalidConfig(
-                f"{self.checksum!r} where true or false belongs", subject="checksum"
-            )
+            _check_whole(name, getattr(self, name), low)
+        for name in ("writer_threads", "reader_threads"):
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), 1)
+        for name in ("inflight_deadline_s", "retry_deadline_s", "request_timeout_s"):
+            _check_number(name, getattr(self, name))
+        _check_flag("checksum", self.checksum)
+        if self.persist_trajectories is not None:
+            _check_flag("persist_trajectories", self.persist_trajectories)
+        _check_choice("layout", self.layout, ("auto", "compact", "full"))
+        _check_choice("driver", self.driver, ("auto", "s3fs", "obstore"))
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> StoreConfig:
@@ -95,17 +186,17 @@ class StoreConfig:
         InvalidConfig
             An unknown key, or a value that makes no sense.
         """
-        known = {f.name for f in fields(cls)}
-        unknown = set(values) - known
-        if unknown:
-            raise InvalidConfig(
-                f"unknown keys {sorted(unknown)}",
-                subject="store configuration",
-                remedy=f"known are {sorted(known)}",
-            )
-        plain = dict(values)
+        plain = _known(cls, values, "store configuration")
         if isinstance(plain.get("transfer"), list):
             plain["transfer"] = tuple(plain["transfer"])
+        if isinstance(plain.get("tier"), Mapping):
+            tier = _known(TierConfig, plain["tier"], "tier")
+            if "folder" not in tier:
+                raise InvalidConfig("is missing", subject="tier.folder")
+            plain["tier"] = TierConfig(**tier)
+        options = plain.get("storage_options")
+        if options is None or isinstance(options, dict):
+            plain["storage_options"] = StorageOptions(options)
         return replace(cls(), **plain)
 
     @classmethod
@@ -123,6 +214,38 @@ class StoreConfig:
         if not isinstance(values, dict):
             raise InvalidConfig("holds no mapping", subject=str(path))
         return cls.of(values)
+
+
+def _known(kind: type, values: Mapping[str, Any], subject: str) -> dict[str, Any]:
+    known = {f.name for f in fields(kind)}
+    unknown = set(values) - known
+    if unknown:
+        raise InvalidConfig(
+            f"unknown keys {sorted(unknown)}",
+            subject=subject,
+            remedy=f"known are {sorted(known)}",
+        )
+    return dict(values)
+
+
+def _check_whole(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise InvalidConfig(f"{value!r} where an integer >= {low} belongs", subject=name)
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        raise InvalidConfig(f"{value!r} where a number >= 0 belongs", subject=name)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidConfig(f"{value!r} where true or false belongs", subject=name)
+
+
+def _check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidConfig(f"{value!r}", subject=name, remedy=f"known are {list(known)}")
 
 
 def folder_of(url: str) -> Path:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
 
 from tq_fs.errors import (
     ConflictError,
@@ -14,7 +16,7 @@ from tq_fs.errors import (
     InvalidConfig,
     InvalidSegment,
     ManifestCorrupt,
-    ObjectExists,
+    MissingError,
     ReadOnlyStore,
     TqFsError,
 )
@@ -23,37 +25,32 @@ from tq_fs.manifests import (
     MANIFEST_SCHEMA,
     STATE_SCHEMA,
     Catalog,
-    Mode,
+    Entry,
+    Found,
     Resolved,
     SegmentEntry,
     SessionManifest,
     SessionState,
 )
+from tq_fs.recovery import Objects, Recovery, Sweep, wanted_places
 from tq_fs.steps import StepEntry
-from tq_fs.storage_unit import StorageUnit
+from tq_fs.storage_unit import Inventory, StorageUnit
+from tq_fs.trajectory import (
+    ClosedSession,
+    TrajectoryDocument,
+    decode_trajectory,
+    encode_trajectory,
+    trajectory_document,
+)
 
 Released = dict[str, set[str]]
+_BATCH = 256  # manifests that are read side by side
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Swept:
-    """What a start removed.
-
-    Attributes
-    ----------
-    sessions
-        Incarnations that were never finalized.
-    steps
-        Steps that no unreleased Segment refers to.
-    unreadable
-        Paths of incarnations whose manifest cannot be used; they were left as they are.
-    """
-
-    sessions: int
-    steps: int
-    unreadable: tuple[str, ...] = ()
+def _no_fence() -> None:
+    """Raise nothing: a store on a local disk is locked."""
 
 
 class Controller:
@@ -69,6 +66,12 @@ class Controller:
         Raised with each start; stands in all that is written.
     now_ns
         The Controller's clock: nanoseconds since 1970.
+    persist
+        Keep the resident fields of finalized sessions beside their manifests.
+    fence
+        Raises where a later process has taken the store; asked before anything is changed.
+    pool
+        Threads that read manifests at a start; stays the caller's.
     """
 
     def __init__(
@@ -78,7 +81,13 @@ class Controller:
         *,
         epoch: int,
         now_ns: Callable[[], int],
+        persist: bool = False,
+        fence: Callable[[], None] = _no_fence,
+        pool: Executor | None = None,
     ) -> None:
+        self._persist = persist
+        self._fence = fence
+        self._pool = pool
         self._catalog = catalog
         self._unit = unit
         self._epoch = epoch
@@ -86,7 +95,7 @@ class Controller:
         self._lock = threading.Lock()
         self._released: dict[Incarnation, Released] = {}
         self._unreadable: list[str] = []
-        self._leftover: dict[StepKey, None] = {}
+        self._leftover: dict[str, None] = {}
 
     # ------------------------------------------------------------ sessions
 
@@ -97,62 +106,85 @@ class Controller:
         _ = incarnation.path  # refuses ids that cannot be stored
         return incarnation
 
-    def finalize(
-        self,
-        incarnation: Incarnation,
-        *,
-        mode: Mode,
-        consumers: Sequence[str],
-        steps: Sequence[StepEntry],
-        segments: Sequence[SegmentEntry],
-    ) -> SessionManifest:
+    def finalize(self, session: ClosedSession) -> SessionManifest:
         """Write a session's manifest; its Segments can be resolved from then on.
 
-        Steps that no Segment refers to are deleted.
+        Steps that no Segment refers to are deleted. Waits until the others lie where the policy
+        wants them.
 
-        Parameters
-        ----------
-        consumers
-            Who must release each Segment before its Steps are deleted; at least one.
+        Raises
+        ------
+        InvalidConfig
+            No consumer, or one that is named twice.
+        StoreFenced
+            A later process has taken the store.
         """
+        consumers = session.consumers
         if not consumers or len(set(consumers)) != len(consumers):
             raise InvalidConfig(f"{list(consumers)}", subject="consumers", remedy="name each once")
-        needed = {f.step for s in segments for fs in s.fields.values() for f in fs}
-        manifest = SessionManifest(
-            schema=MANIFEST_SCHEMA,
-            store_id=self._catalog.store_id,
-            partition=incarnation.partition,
-            session_id=incarnation.session_id,
-            incarnation_id=incarnation.incarnation_id,
-            epoch=self._epoch,
-            created_ns=self._now_ns(),
-            mode=mode,
-            consumers=tuple(consumers),
-            steps=tuple(s for s in steps if s.index in needed),
-            segments=tuple(segments),
-        )
-        self._publish(manifest)
+        unit = self._writable()
+        incarnation = session.incarnation
+        manifest = self._manifest(session)
+        trajectory = self._trajectory(session)
+        unit.settle(incarnation.path)
+        self._fence()
+        self._publish(manifest, trajectory)
         with self._lock:
             self._released[incarnation] = {c: set() for c in consumers}
-        unneeded = [StepKey(incarnation, s.index) for s in steps if s.index not in needed]
-        self._clear(self._writable(), unneeded)
+        kept = {s.index for s in manifest.steps}
+        unneeded = [s.index for s in session.step_entries() if s.index not in kept]
+        self._clear(unit, [StepKey(incarnation, i).path for i in unneeded])
         return manifest
 
-    def _publish(self, manifest: SessionManifest) -> None:
+    def _manifest(self, session: ClosedSession) -> SessionManifest:
+        where = session.incarnation
+        segments = session.segment_entries()
+        needed = {f.step for s in segments for fs in s.fields.values() for f in fs}
+        return SessionManifest(
+            schema=MANIFEST_SCHEMA,
+            store_id=self._catalog.store_id,
+            partition=where.partition,
+            session_id=where.session_id,
+            incarnation_id=where.incarnation_id,
+            epoch=self._epoch,
+            created_ns=self._now_ns(),
+            mode=session.mode,
+            consumers=session.consumers,
+            steps=tuple(s for s in session.step_entries() if s.index in needed),
+            segments=segments,
+        )
+
+    def _trajectory(self, session: ClosedSession) -> bytes | None:
+        if not self._persist:
+            return None
+        return encode_trajectory(trajectory_document(self._catalog.store_id, session))
+
+    def _publish(self, manifest: SessionManifest, trajectory: bytes | None) -> None:
         """Write a manifest, or leave none behind: the session can then be finalized again."""
         try:
-            self._catalog.publish(manifest)
-        except ObjectExists:
-            raise
+            self._catalog.publish(manifest, trajectory)
         except BaseException:
             self._catalog.drop(manifest.incarnation)
             raise
 
     def discard(self, incarnation: Incarnation) -> None:
         """Delete all that an open session has written; idempotent."""
+        self._fence()
         self._writable().clear_incarnation(incarnation.path)
 
     # ------------------------------------------------------------ references
+
+    def trajectory(self, incarnation: Incarnation) -> ClosedSession:
+        """Return a finalized session with its resident fields.
+
+        Raises
+        ------
+        TrajectoryMissing, ManifestCorrupt
+        """
+        return self._document(incarnation.path).closed()
+
+    def _document(self, path: str) -> TrajectoryDocument:
+        return decode_trajectory(self._catalog.trajectory(path), f"trajectory of {path}")
 
     def resolve(self, refs: Iterable[str]) -> list[Resolved]:
         """Return what references stand for, in their order.
@@ -201,6 +233,7 @@ class Controller:
             self._catalog.check_store(ref)
             by_session.setdefault(ref.incarnation, set()).add(ref)
         unit = self._writable()
+        self._fence()
         with self._lock:
             for incarnation, mine in by_session.items():
                 self._check_release(incarnation, mine, consumer)
@@ -250,19 +283,21 @@ class Controller:
                 self._note(incarnation, wanted)
                 self._released[incarnation] = wanted
         gone = _needed(manifest, before) - _needed(manifest, after)
-        self._clear(unit, [StepKey(incarnation, i) for i in sorted(gone)])
+        self._clear(unit, [StepKey(incarnation, i).path for i in sorted(gone)])
+        cold = _needed(manifest, set()) - _needed(manifest, set.union(*wanted.values())) - gone
+        unit.cool(StepKey(incarnation, i) for i in cold)
         return len(gone)
 
-    def _clear(self, unit: StorageUnit, keys: Sequence[StepKey]) -> None:
+    def _clear(self, unit: StorageUnit, places: Sequence[str]) -> None:
         """Delete Steps; what will not go now is tried again at later releases and at a start."""
-        for key in keys:
+        for place in places:
             try:
-                unit.clear(key)
+                unit.clear(place)
             except TqFsError:
-                _log.warning("%s could not be deleted yet", key, exc_info=True)
-                self._leftover[key] = None
+                _log.warning("%s could not be deleted yet", place, exc_info=True)
+                self._leftover[place] = None
             else:
-                self._leftover.pop(key, None)
+                self._leftover.pop(place, None)
 
     def _note(self, incarnation: Incarnation, released: Released) -> None:
         """Write down a release before anything is deleted on its account."""
@@ -275,56 +310,116 @@ class Controller:
 
     # ------------------------------------------------------------ start
 
-    def recover(self) -> Swept:
+    def recover(self, *, rebuild: bool = False) -> Recovery:
         """Read the manifests, finish deletions that were begun, and sweep what is orphaned.
 
-        Call once, before anything else, in the process that holds the store for writing.
+        Call once, before anything else, in the process that holds the store for writing. What a
+        manifest refers to is never deleted, nor what lies beside one that cannot be used.
+
+        Parameters
+        ----------
+        rebuild
+            Make a manifest that cannot be used anew, from the session's trajectory and from what
+            its Steps say of themselves, where both are whole.
         """
         unit = self._writable()
-        steps = 0
-        kept = set()
-        for path, manifest, released in self._load():
-            kept.add(path)
-            if manifest is None:
+        loaded = self._load()
+        sweep = Sweep(loaded.wanted)
+        rebuilt = []
+        for held in unit.inventory():
+            if rebuild and held.path in self._unreadable and self._rebuild(held):
+                rebuilt.append(held.path)
                 continue
-            done = _done(released)
-            stray = set(unit.steps(path)) - _needed(manifest, done)
-            steps += len(stray)
-            if _all(manifest, done):
-                self._catalog.drop(manifest.incarnation)
-                del self._released[manifest.incarnation]
-            self._clear(unit, [StepKey(manifest.incarnation, i) for i in sorted(stray)])
-        orphans = [path for path in unit.incarnations() if path not in kept]
-        for path in orphans:
-            steps += len(unit.steps(path))
-            try:
-                unit.clear_incarnation(path)
-            except TqFsError:
-                _log.warning("%s could not be swept yet", path, exc_info=True)
-        return Swept(len(orphans), steps, tuple(self._unreadable))
+            self._clear(unit, sweep.strays(held))
+        for path in loaded.abandoned:
+            self._catalog.clear(path)
+        for incarnation in loaded.ended:
+            self._catalog.drop(incarnation)
+        self._unreadable = [path for path in self._unreadable if path not in rebuilt]
+        return replace(
+            self._summary(loaded),
+            swept_sessions=sweep.sessions,
+            swept_steps=sweep.steps,
+            incomplete=sweep.incomplete(),
+            rebuilt=tuple(rebuilt),
+        )
 
-    def load(self) -> Swept:
+    def load(self) -> Recovery:
         """Read the manifests without changing anything: for a store opened read-only."""
-        for _ in self._load():
-            continue
-        return Swept(0, 0, tuple(self._unreadable))
+        return self._summary(self._load())
 
-    def _load(self) -> Iterator[tuple[str, SessionManifest | None, Released]]:
-        """Yield each incarnation's path, manifest and state; None for one that cannot be used."""
-        for path in list(self._catalog.paths()):
+    def survey(self) -> Recovery:
+        """Tell what :meth:`recover` would find and remove, without changing anything."""
+        loaded = self._load()
+        sweep = Sweep(loaded.wanted)
+        assert self._unit is not None
+        for held in self._unit.inventory():
+            sweep.strays(held)
+        return replace(
+            self._summary(loaded),
+            swept_sessions=sweep.sessions,
+            swept_steps=sweep.steps,
+            incomplete=sweep.incomplete(),
+        )
+
+    def _summary(self, loaded: _Loaded) -> Recovery:
+        return replace(loaded.summary, unreadable=tuple(self._unreadable))
+
+    def _load(self) -> _Loaded:
+        loaded = _Loaded()
+        for entry, found in self._read_all():
+            if isinstance(found, Exception):
+                _log.error(
+                    "manifest of %s is left alone, and its Steps", entry.path, exc_info=found
+                )
+                self._unreadable.append(entry.path)
+                loaded.wanted[entry.path] = None
+            elif found is None:
+                loaded.abandoned.append(entry.path)  # a finalize that was not finished
+            else:
+                self._take(found, loaded)
+        return loaded
+
+    def _take(self, found: Found, loaded: _Loaded) -> None:
+        manifest, state = found
+        released = {c: set(state.released.get(c, ())) for c in manifest.consumers}
+        done = _done(released)
+        if _all(manifest, done):
+            loaded.ended.append(manifest.incarnation)
+            return
+        self._released[manifest.incarnation] = released
+        needed = _needed(manifest, done)
+        loaded.add(manifest, [s for s in manifest.steps if s.index in needed], len(done))
+
+    def _read_all(self) -> Iterator[tuple[Entry, Found | Exception | None]]:
+        """Yield all manifests with their states, read side by side where there is a pool."""
+
+        def read(entry: Entry) -> Found | Exception | None:
             try:
-                found = self._catalog.read(path)
-            except (CorruptError, ConflictError, InvalidSegment):
-                _log.exception("manifest of %s is left alone, and its Steps with it", path)
-                self._unreadable.append(path)
-                yield path, None, {}
-                continue
-            if found is None:
-                continue
-            manifest, state = found
-            released = {c: set(state.released.get(c, ())) for c in manifest.consumers}
-            self._released[manifest.incarnation] = released
-            yield path, manifest, released
+                return self._catalog.read(entry.path, entry.names)
+            except (CorruptError, ConflictError, InvalidSegment) as error:
+                return error
+
+        entries = self._catalog.entries()
+        while some := list(itertools.islice(entries, _BATCH)):
+            found = self._pool.map(read, some) if self._pool is not None else map(read, some)
+            yield from zip(some, found, strict=True)
+
+    def _rebuild(self, held: Inventory) -> bool:
+        """Make a manifest anew; False where what is left does not say how."""
+        unit = self._writable()
+        try:
+            document = self._document(held.path)
+            manifest = self._manifest(document.closed(unit.entries(held)))
+            self._publish(manifest, None)
+            found = self._catalog.read(held.path)
+        except (CorruptError, ConflictError, InvalidSegment, MissingError):
+            _log.exception("manifest of %s cannot be made anew", held.path)
+            return False
+        assert found is not None
+        released = {c: set(found.state.released.get(c, ())) for c in manifest.consumers}
+        self._released[manifest.incarnation] = released
+        return True
 
     def _writable(self) -> StorageUnit:
         if self._unit is None:
@@ -332,6 +427,28 @@ class Controller:
                 "is open for reading only", subject=f"store {self._catalog.store_id!r}"
             )
         return self._unit
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What the manifests say, while a start makes use of it."""
+
+    summary: Recovery = field(default_factory=Recovery)
+    wanted: dict[str, Mapping[str, Objects] | None] = field(default_factory=dict)
+    abandoned: list[str] = field(default_factory=list)
+    ended: list[Incarnation] = field(default_factory=list)
+
+    def add(self, manifest: SessionManifest, steps: Sequence[StepEntry], released: int) -> None:
+        before = self.summary
+        self.wanted[manifest.incarnation.path] = wanted_places(manifest, steps)
+        self.summary = replace(
+            before,
+            sessions=before.sessions + 1,
+            segments=before.segments + len(manifest.segments),
+            unreleased=before.unreleased + len(manifest.segments) - released,
+            steps=before.steps + len(steps),
+            nbytes=before.nbytes + sum(step.nbytes for step in steps),
+        )
 
 
 def _name(segment: SegmentEntry) -> str:

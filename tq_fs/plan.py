@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tq_fs.errors import FieldMissing, InvalidSelection
-from tq_fs.keys import Incarnation, StepKey, step_path
+from tq_fs.keys import Incarnation, StepKey
 from tq_fs.manifests import Resolved
 from tq_fs.steps import MASK_SUFFIX, ArrayEntry, ArrayLayout
 
@@ -189,7 +189,7 @@ def plan_reads(wants: Iterable[Want], layers: Range | None = None) -> list[Array
     for want in wants:
         base = want.segment.ref.incarnation.path
         for step, copy in _copies(want):
-            path = step_path(base, step)
+            path = want.segment.steps[step].place(base)
             found = arrays.get((path, want.field))
             if found is None:
                 found = arrays[path, want.field] = _Gathered(want.segment, step, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from tq_fs.backends import Backend
 from tq_fs.cache import ChunkCache
 from tq_fs.errors import (
+    CorruptError,
     InvalidField,
     ObjectMissing,
     StepMissing,
@@ -27,6 +29,8 @@ from tq_fs.plan import ArrayRead, Range, Span, Want, clip, field_rows, plan_read
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
+_log = logging.getLogger(__name__)
+
 Resolve = Callable[[Iterable[str]], list[Resolved]]
 
 
@@ -197,11 +201,22 @@ class SegmentReader:
         self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: Memory
     ) -> None:
         try:
-            self._read_values(read, span, outs, memory)
+            self._trusting(read, lambda: self._read_values(read, span, outs, memory))
             if read.entry.unknown or read.entry.mask is not None:
-                self._mark_unknown(read, span, outs, memory)
+                mask = read.mask() or read
+                self._trusting(mask, lambda: self._mark_unknown(read, span, outs, memory))
         except ObjectMissing as error:
             raise self._missing(read, error) from error
+
+    def _trusting(self, read: ArrayRead, fetch: Callable[[], None]) -> None:
+        """Fetch, and once more where the bytes may have been damaged on their way."""
+        try:
+            fetch()
+        except CorruptError:
+            if not self._backends[read.unit].distrust(read.key):
+                raise
+            _log.warning("%s came damaged; it is read once more", read.subject())
+            fetch()
 
     def _missing(self, read: ArrayRead, error: ObjectMissing) -> TqFsError:
         return StepMissing(

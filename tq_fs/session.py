@@ -6,22 +6,20 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy.typing as npt
 
 from tq_fs.controller import Controller
-from tq_fs.keys import SegmentRef
-from tq_fs.manifests import SegmentEntry, View
+from tq_fs.manifests import View
 from tq_fs.trajectory import (
+    ClosedSession,
     Segment,
     StepInput,
     StepKind,
     StepRecord,
     Trajectory,
-    build_segment,
-    chains,
     check_views,
-    segment_entry,
 )
 from tq_fs.writer import StepWriter
 
@@ -187,11 +185,16 @@ class Session:
     # ------------------------------------------------------------ end
 
     def finalize(
-        self, *, consumers: Sequence[str] = ("train",), views: Sequence[str] = ("lineage",)
+        self,
+        *,
+        consumers: Sequence[str] = ("train",),
+        views: Sequence[str] = ("lineage",),
+        extra: Mapping[str, Any] | None = None,
     ) -> list[Segment]:
         """Build the session's Segments and write its manifest. No stored field is read.
 
-        Waits for Steps that are on their way. If writing fails the session is open again.
+        Waits for Steps that are on their way, and until they lie where the store's policy wants
+        them. If that or writing fails the session is open again.
 
         Parameters
         ----------
@@ -199,6 +202,9 @@ class Session:
             Who will release each Segment; its Steps live until all have.
         views
             Some of ``lineage`` and ``timeline``.
+        extra
+            Plain values that every Segment carries along, and that are kept with the trajectory
+            where the store does that: messages, tools, a label.
 
         Returns
         -------
@@ -210,7 +216,7 @@ class Session:
         self._drain()
         self._trajectory.close("finalized")
         try:
-            return self._finalize(chosen, consumers)
+            return self._finalize(chosen, consumers, extra or {})
         except BaseException:
             self._trajectory.reopen()
             raise
@@ -228,46 +234,26 @@ class Session:
             pending = list(self._pending)
         wait(pending)
 
-    def _finalize(self, views: Sequence[View], consumers: Sequence[str]) -> list[Segment]:
-        records = self._trajectory.records()
-        specs = self._trajectory.specs
-        stored = [s for s in specs if s.name in self._writer.selected]
-        resident = [s for s in specs if s.name not in self._writer.selected]
-        segments: list[Segment] = []
-        entries: list[SegmentEntry] = []
-        for view in views:
-            for index, chain in enumerate(chains(records, view)):
-                ref = SegmentRef(self._store_id, self._trajectory.incarnation, view, index)
-                entries.append(segment_entry(chain, stored, view, index))
-                segments.append(
-                    build_segment(
-                        chain,
-                        resident,
-                        ref=str(ref) if stored else None,
-                        session_id=self.session_id,
-                        view=view,
-                        index=index,
-                    )
-                )
-        if self._controller is not None and stored:
-            self._write_manifest(self._controller, consumers, records, entries)
-        return segments
-
-    def _write_manifest(
-        self,
-        controller: Controller,
-        consumers: Sequence[str],
-        records: Sequence[StepRecord],
-        entries: Sequence[SegmentEntry],
-    ) -> None:
-        incarnation = self._trajectory.incarnation
-        if not entries:
-            controller.discard(incarnation)
-            return
-        controller.finalize(
-            incarnation,
+    def _finalize(
+        self, views: Sequence[View], consumers: Sequence[str], extra: Mapping[str, Any]
+    ) -> list[Segment]:
+        stored = [s for s in self._trajectory.specs if s.name in self._writer.selected]
+        resident = [s for s in self._trajectory.specs if s.name not in self._writer.selected]
+        closed = ClosedSession(
+            incarnation=self._trajectory.incarnation,
             mode=self._trajectory.mode,
-            consumers=consumers,
-            steps=[r.stored for r in records if r.stored is not None],
-            segments=entries,
+            views=tuple(views),
+            consumers=tuple(consumers),
+            records=self._trajectory.records(),
+            stored=stored,
+            resident=resident,
+            extra=extra,
         )
+        segments = closed.segments(self._store_id if stored else None)
+        if self._controller is None or not stored:
+            return segments
+        if closed.records:
+            self._controller.finalize(closed)
+        else:
+            self._controller.discard(closed.incarnation)
+        return segments

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from tq_fs.backends import Backend
+from tq_fs.backends import COMMIT, Backend, is_attempt
+from tq_fs.errors import ConflictError
 from tq_fs.keys import StepKey
-from tq_fs.steps import EncodeOptions, FieldArray, Scratch, StepEntry, encode_step
+from tq_fs.steps import EncodeOptions, FieldArray, Scratch, StepEntry, encode_step, read_attributes
+
+_STEP_PARTS = 6  # steps / partition / session / incarnation / Step / attempt or member
+
+
+class Inventory(NamedTuple):
+    """What a unit holds of one incarnation.
+
+    Attributes
+    ----------
+    path
+        Of the incarnation.
+    places
+        For each place of a Step, whole or not, the members that lie there with their sizes.
+    """
+
+    path: str
+    places: dict[str, dict[str, int]]
 
 
 class StorageUnit:
@@ -36,7 +55,9 @@ class StorageUnit:
         self._options = options
         self._local = threading.local()
 
-    def put(self, key: StepKey, tokens: int, arrays: Sequence[FieldArray]) -> StepEntry:
+    def put(
+        self, key: StepKey, tokens: int, arrays: Sequence[FieldArray], *, fresh: bool = False
+    ) -> StepEntry:
         """Encode a Step and publish it; returns when it is as durable as the policy says.
 
         Parameters
@@ -47,6 +68,8 @@ class StorageUnit:
             Tokens it recorded.
         arrays
             Its fields; not changed, and not needed afterwards.
+        fresh
+            The caller knows that the Step was never put: a repeated one may then not be noticed.
 
         Returns
         -------
@@ -61,33 +84,80 @@ class StorageUnit:
         scratch = self._scratch()
         try:
             encoded = encode_step(self._store_id, key, tokens, arrays, self._options, scratch)
-            self.backend.publish(key.path, encoded.members)
+            place = self.backend.publish(key.path, encoded.members, fresh=fresh)
         finally:
             scratch.reset()
-        return msgspec.structs.replace(encoded.entry, unit=self.name)
+        attempt = place[len(key.path) + 1 :]
+        return msgspec.structs.replace(encoded.entry, unit=self.name, attempt=attempt)
 
-    def clear(self, key: StepKey) -> bool:
-        """Remove a Step; idempotent. Returns whether it was there."""
-        return self.backend.delete(key.path)
+    def settle(self, incarnation_path: str) -> None:
+        """Return once an incarnation's Steps lie where the policy wants them."""
+        self.backend.settle(f"steps/{incarnation_path}")
+
+    def cool(self, keys: Iterable[StepKey]) -> None:
+        """Hear that Steps will hardly be read again."""
+        self.backend.cool([key.path for key in keys])
+
+    def clear(self, path: str) -> bool:
+        """Remove a Step, one attempt to put it, or an incarnation; idempotent.
+
+        Parameters
+        ----------
+        path
+            Of the Step (:attr:`tq_fs.keys.StepKey.path`) or below it, or ``steps/`` and the path of
+            an incarnation.
+
+        Returns
+        -------
+        bool
+            Whether there was something.
+        """
+        return self.backend.delete(path)
 
     def clear_incarnation(self, incarnation_path: str) -> bool:
         """Remove all Steps of an incarnation; idempotent."""
         return self.backend.delete(f"steps/{incarnation_path}")
 
-    def steps(self, incarnation_path: str) -> list[int]:
-        """Return the indexes of the Steps an incarnation has on this unit."""
-        names = self.backend.list(f"steps/{incarnation_path}")
-        return [int(name) for name in names if name.isascii() and name.isdigit()]
+    def entries(self, held: Inventory) -> dict[int, StepEntry]:
+        """Return what an incarnation's Steps say of themselves; those that are whole.
 
-    def incarnations(self) -> list[str]:
-        """Return the paths of all incarnations that have Steps on this unit."""
-        backend = self.backend
-        return [
-            f"{partition}/{session}/{incarnation}"
-            for partition in backend.list("steps")
-            for session in backend.list(f"steps/{partition}")
-            for incarnation in backend.list(f"steps/{partition}/{session}")
-        ]
+        Raises
+        ------
+        ConflictError
+            Two attempts to put a Step differ: only the manifest knew which one counts.
+        """
+        found: dict[int, StepEntry] = {}
+        for place, members in held.places.items():
+            if COMMIT not in members:
+                continue
+            key = f"{place}/{COMMIT}"
+            step = read_attributes(self.backend.get(key), key).step
+            name = place.rpartition("/")[2]
+            mine = msgspec.structs.replace(
+                step, unit=self.name, attempt=name if is_attempt(name) else ""
+            )
+            other = found.setdefault(step.index, mine)
+            if other.fields != mine.fields:
+                raise ConflictError("differs from another attempt at the same Step", subject=place)
+        return found
+
+    def inventory(self) -> Iterator[Inventory]:
+        """Yield what lies on this unit, incarnation by incarnation."""
+        current: Inventory | None = None
+        for key, nbytes in self.backend.walk("steps"):
+            parts = key.split("/")
+            if len(parts) < _STEP_PARTS:
+                continue  # nothing that a unit has written
+            path = "/".join(parts[1 : _STEP_PARTS - 2])
+            if current is None or current.path != path:
+                if current is not None:
+                    yield current
+                current = Inventory(path, {})
+            deep = _STEP_PARTS if is_attempt(parts[_STEP_PARTS - 1]) else _STEP_PARTS - 1
+            members = current.places.setdefault("/".join(parts[:deep]), {})
+            members["/".join(parts[deep:])] = nbytes
+        if current is not None:
+            yield current
 
     def _scratch(self) -> Scratch:
         scratch: Scratch | None = getattr(self._local, "scratch", None)

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tq_fs import fields as f
-from tq_fs.backends import LocalBackend
 from tq_fs.budget import ByteBudget
 from tq_fs.cache import ChunkCache
-from tq_fs.config import StoreConfig, folder_of
-from tq_fs.controller import Controller, Swept
+from tq_fs.config import StoreConfig
+from tq_fs.controller import Controller
 from tq_fs.errors import (
     InvalidConfig,
     InvalidSelection,
@@ -30,16 +29,17 @@ from tq_fs.errors import (
 )
 from tq_fs.fields import FieldSpec
 from tq_fs.hydrate import Allocate, Hydrator, Selection
-from tq_fs.keys import Incarnation, component
+from tq_fs.keys import Incarnation
 from tq_fs.manifests import Catalog, Mode
 from tq_fs.memory import mapped_empty
 from tq_fs.micro_batches import MicroBatches, by_budget, by_count
+from tq_fs.places import open_places
 from tq_fs.plan import Range
 from tq_fs.reader import SegmentReader
+from tq_fs.recovery import Recovery
 from tq_fs.session import Session
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
-from tq_fs.store_folder import claim_folder, lock_folder, unlock_folder, write_claim
 from tq_fs.trajectory import Sample, Segment, Trajectory
 from tq_fs.writer import StepWriter
 
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     import torch
 
 UNIT = "local"
+_LOCAL = {"writer_threads": 2, "reader_threads": 2}
+_REMOTE = {"writer_threads": 8, "reader_threads": 16}  # they wait for the network, mostly
 
 
 def open_store(
@@ -63,8 +65,8 @@ def open_store(
     Parameters
     ----------
     url
-        ``file:///absolute/folder``. None switches the store off: everything stays in memory, on
-        the same code path.
+        ``file:///absolute/folder``, ``s3://bucket/prefix``, or of another file system that fsspec
+        serves. None switches the store off: everything stays in memory, on the same code path.
     fields
         Declared per-token fields; see :func:`tq_fs.logprobs`, :func:`tq_fs.routed_experts`.
     config
@@ -86,9 +88,11 @@ def open_store(
     InvalidConfig
         The URL or a setting makes no sense.
     StoreBusy
-        Another process has it open for writing.
+        Another process has it open for writing; in an object store the later one takes it.
     WrongStore
-        The folder holds something else.
+        The folder or prefix holds something else.
+    BucketMissing, StorageDenied, StorageFailed
+        The object store cannot be used.
     """
     merged = StoreConfig.of(
         {**({n: getattr(config, n) for n in StoreConfig.__slots__} if config else {}), **settings}
@@ -96,8 +100,47 @@ def open_store(
     selected = f.select(fields, merged.transfer)
     if url is None or not selected:
         return Store(merged, fields, frozenset(), None, now_ns=now_ns)
-    root = folder_of(url) / component(merged.store_id)
-    return Store(merged, fields, selected, root, read_only=read_only, now_ns=now_ns)
+    return Store(merged, fields, selected, url, read_only=read_only, now_ns=now_ns)
+
+
+def recover_store(
+    url: str, config: StoreConfig | None = None, *, dry_run: bool = False
+) -> Recovery:
+    """Rebuild a store's catalog from what lies in it, when every process and node is gone.
+
+    Reads all manifests, holds them against the Steps that are there, makes manifests that cannot
+    be used anew from trajectory and Steps where both are whole, and removes Steps of sessions that
+    were never finalized or were released. What a manifest refers to is never deleted. Takes the
+    store for writing: a process that still has it open can write no more.
+
+    Parameters
+    ----------
+    url, config
+        As for :func:`open_store`; without fields, which recovery does not need.
+    dry_run
+        Change nothing, and tell what would be removed.
+
+    Raises
+    ------
+    WrongStore, StoreBusy, BucketMissing, StorageDenied, StorageFailed
+    """
+    config = config or StoreConfig()
+    with ExitStack() as opened:
+        places = open_places(url, config, read_only=dry_run, opened=opened)
+        pool = opened.enter_context(ThreadPoolExecutor(_REMOTE["reader_threads"], "tq-fs-reader"))
+        controller = Controller(
+            Catalog(places.documents, config.store_id, cache_bytes=config.manifest_cache_bytes),
+            StorageUnit(places.steps, config.store_id, name=UNIT, options=EncodeOptions()),
+            epoch=places.epoch,
+            now_ns=time.time_ns,
+            fence=places.fence,
+            pool=pool if places.remote else None,
+        )
+        if dry_run:
+            return controller.survey()
+        found = controller.recover(rebuild=True)
+        places.confirm()
+        return found
 
 
 class Store:
@@ -107,15 +150,17 @@ class Store:
     ----------
     config
         Its settings.
+    url
+        Of the store itself, its id included; None where the store is off.
     location
-        Its folder; None where the store is off.
+        The same as a local folder; None where there is none.
     cache
         Decoded chunks that Segments share.
     reader
         Reads references; None where the store is off.
-    swept
-        What opening it removed (Steps of sessions that were never finalized, and of Segments whose
-        deletion was begun), and which manifests it could not use.
+    recovery
+        What opening it found, and what it removed: Steps of sessions that were never finalized,
+        and of Segments whose deletion was begun.
     """
 
     def __init__(
@@ -123,14 +168,15 @@ class Store:
         config: StoreConfig,
         fields: Sequence[FieldSpec],
         selected: frozenset[str],
-        root: Path | None,
+        url: str | None,
         *,
         read_only: bool = False,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.config = config
-        self.swept = Swept(0, 0)
-        self.location = root
+        self.recovery = Recovery()
+        self.url: str | None = None
+        self.location: Path | None = None
         self._specs = tuple(fields)
         self._now_ns = now_ns
         self._read_only = read_only
@@ -146,13 +192,13 @@ class Store:
                 subject=f"Steps on their way to store {config.store_id!r}",
             )
             self._ahead = opened.enter_context(ThreadPoolExecutor(1, "tq-fs-prefetch"))
-            self._writers = opened.enter_context(
-                ThreadPoolExecutor(config.writer_threads, "tq-fs-writer")
-            )
+            remote = url is not None and not url.startswith("file:")
+            writers = config.writer_threads or (_REMOTE if remote else _LOCAL)["writer_threads"]
+            self._writers = opened.enter_context(ThreadPoolExecutor(writers, "tq-fs-writer"))
             self.cache = ChunkCache(config.cache_bytes)
             self._controller: Controller | None = None
             self.reader: SegmentReader | None = None
-            unit = self._open(root, opened) if root is not None else None
+            unit = self._open(url, opened) if url is not None else None
             self._writer = StepWriter(unit, selected, pool=self._writers, budget=self._budget)
             self._hydrator = Hydrator(self._specs, self.reader)
             self._closing = opened.pop_all()
@@ -217,6 +263,32 @@ class Store:
         if self._controller is None:
             return 0
         return self._controller.release(_refs([refs] if isinstance(refs, str) else refs), consumer)
+
+    def segments(self, refs: Iterable[str]) -> Iterator[Segment]:
+        """Yield finalized Segments with their resident fields: what a resumed run trains on.
+
+        Parameters
+        ----------
+        refs
+            References, such as :meth:`unreleased` gives. Those of a session should follow each
+            other: its trajectory is then read once.
+
+        Raises
+        ------
+        TrajectoryMissing
+            The session was finalized without ``persist_trajectories``.
+        SegmentMissing, StaleReference, WrongStore, ManifestCorrupt
+        """
+        self._check_open()
+        if self._controller is None:
+            raise InvalidConfig("a reference needs a store that is on", subject="segments")
+        for incarnation, mine in itertools.groupby(
+            self._controller.resolve(refs), key=lambda found: found.ref.incarnation
+        ):
+            closed = self._controller.trajectory(incarnation)
+            built = {s.ref: s for s in closed.segments(self.config.store_id)}
+            for found in mine:
+                yield built[str(found.ref)]
 
     # ------------------------------------------------------------ hydrate
 
@@ -356,44 +428,47 @@ class Store:
         """Close the store."""
         self.close()
 
-    def _open(self, root: Path, opened: ExitStack) -> StorageUnit | None:
-        """Take the folder, read the manifests and make the parts that work on them."""
+    def _open(self, url: str, opened: ExitStack) -> StorageUnit | None:
+        """Take where the store lies, read the manifests and make the parts that work on them."""
         config = self.config
-        if not self._read_only:
-            opened.callback(unlock_folder, lock_folder(root))  # first, so that it is let go of last
-        backend = LocalBackend(
-            root,
-            durability=config.durability,
-            ahead=config.prepared_groups,
-            read_only=self._read_only,
+        places = open_places(url, config, read_only=self._read_only, opened=opened)
+        opened.callback(self._writers.shutdown)  # before the backends go
+        self.url, self.location = places.url, places.folder
+        threads = config.reader_threads or (_REMOTE if places.remote else _LOCAL)["reader_threads"]
+        pool = None
+        if threads > 1:
+            pool = opened.enter_context(ThreadPoolExecutor(threads - 1, "tq-fs-reader"))
+        catalog = Catalog(
+            places.documents, config.store_id, cache_bytes=config.manifest_cache_bytes
         )
-        opened.callback(backend.close)
-        opened.callback(self._writers.shutdown)  # before the backend goes
-        if not self._read_only:
-            backend.sweep()  # first of all: it makes room where the disk is full
-        found = claim_folder(backend, config.store_id, read_only=self._read_only)
-        catalog = Catalog(backend, config.store_id, cache_bytes=config.manifest_cache_bytes)
         unit = None
         if not self._read_only:
-            options = EncodeOptions(checksum=config.checksum, layer_groups=config.layer_groups)
-            unit = StorageUnit(backend, config.store_id, name=UNIT, options=options)
-        self._controller = Controller(catalog, unit, epoch=found.epoch, now_ns=self._now_ns)
-        if unit is None:
-            self.swept = self._controller.load()
-        else:
-            self.swept = self._controller.recover()
-            write_claim(backend, found)  # last: on a full disk the sweep has made room
-        pool = None
-        if config.reader_threads > 1:
-            pool = opened.enter_context(
-                ThreadPoolExecutor(config.reader_threads - 1, "tq-fs-reader")
+            compact = config.layout == "compact" or (config.layout == "auto" and places.remote)
+            options = EncodeOptions(
+                checksum=config.checksum, layer_groups=config.layer_groups, compact=compact
             )
+            unit = StorageUnit(places.steps, config.store_id, name=UNIT, options=options)
+        persist = config.persist_trajectories
+        self._controller = Controller(
+            catalog,
+            unit,
+            epoch=places.epoch,
+            now_ns=self._now_ns,
+            persist=places.remote if persist is None else persist,
+            fence=places.fence,
+            pool=pool if places.remote else None,
+        )
+        if unit is None:
+            self.recovery = self._controller.load()
+        else:
+            self.recovery = self._controller.recover()
+            places.confirm()  # last: on a full disk the sweep has made room
         opened.callback(self._ahead.shutdown)  # before what it reads with goes
         self.reader = SegmentReader(
             self._controller.resolve,
-            {UNIT: backend},
+            {UNIT: places.steps},
             pool=pool,
-            threads=config.reader_threads,
+            threads=threads,
             cache=self.cache,
         )
         return unit

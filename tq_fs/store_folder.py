@@ -86,8 +86,15 @@ def _lock(fd: int, root: Path) -> None:
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
 
-def claim_folder(backend: LocalBackend, store_id: str, *, read_only: bool) -> StoreDocument:
+def claim_folder(
+    backend: LocalBackend, store_id: str, *, read_only: bool, before: str = ""
+) -> StoreDocument:
     """Check that a folder is this store's, or make it so.
+
+    Parameters
+    ----------
+    before
+        URL of the store that the folder is the front of; empty where it is the store itself.
 
     Returns
     -------
@@ -106,11 +113,21 @@ def claim_folder(backend: LocalBackend, store_id: str, *, read_only: bool) -> St
     except ObjectMissing:
         if read_only:
             raise
-        found = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=0)
+        found = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=0, before=before)
         write_claim(backend, found)
     if found.store_id != store_id:
         raise WrongStore(f"is store {found.store_id!r}, not {store_id!r}", subject=subject)
+    if found.before != before:
+        raise WrongStore(
+            f"is {_role(found.before)}, not {_role(before)}",
+            subject=subject,
+            remedy="give each store a folder of its own",
+        )
     return found if read_only else msgspec.structs.replace(found, epoch=found.epoch + 1)
+
+
+def _role(before: str) -> str:
+    return f"the front of {before}" if before else "a store of its own"
 
 
 def write_claim(backend: LocalBackend, claim: StoreDocument) -> None:

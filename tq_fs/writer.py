@@ -116,7 +116,7 @@ class _Load(NamedTuple):
 def _put_and_commit(unit: StorageUnit, trajectory: Trajectory, load: Sequence[_Load]) -> StepRecord:
     planned, arrays, kept = load[0]
     try:
-        stored = unit.put(planned.key, len(planned.record.tokens), arrays)
+        stored = unit.put(planned.key, len(planned.record.tokens), arrays, fresh=True)
         return trajectory.commit(planned, stored, kept)
     except ObjectExists:
         raise  # what is there is somebody else's
@@ -128,6 +128,6 @@ def _put_and_commit(unit: StorageUnit, trajectory: Trajectory, load: Sequence[_L
 def _clear(unit: StorageUnit, planned: PlannedStep, because: BaseException) -> None:
     """Remove what may have been put; the sweep at the next start is the second chance."""
     try:
-        unit.clear(planned.key)
+        unit.clear(planned.key.path)
     except TqFsError as error:
         because.add_note(f"and what was put could not be cleared: {error}")

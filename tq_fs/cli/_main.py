@@ -6,12 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from tq_fs import __version__
+from tq_fs.cli import _report as report
+from tq_fs.config import StoreConfig
 from tq_fs.errors import InputError, TqFsError
+from tq_fs.store import recover_store
 
 _DEMO = """\
 Runs the main job end to end on a real mixture-of-experts model with random weights, on the CPU:
@@ -20,6 +25,16 @@ every tensor is compared with the in-memory path.
 
 example:
   tq-fs demo --figure memory.png
+"""
+
+_RECOVER = """\
+Rebuilds a store's catalog from its manifests and Steps, when every process and node is gone: says
+what was recovered and what is incomplete, and removes Steps of sessions that were never finalized.
+What a manifest refers to is never deleted. Takes the store for writing: a process that still has it
+open can write no more. Exit code 1: something is incomplete or cannot be read.
+
+example:
+  tq-fs recover s3://bucket/runs --store-id run-7 --dry-run
 """
 
 _STEP = """\
@@ -55,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tq-fs {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_recover(commands)
     bench = commands.add_parser("bench", help="measure", description="Measurements.")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     _add_step(benches)
@@ -72,12 +88,37 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--folder", type=Path, help="keep the store in this folder (default: a temporary one)"
     )
     parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="keep the stores below this URL instead, s3://bucket/prefix say; what the demo wrote "
+        "is removed at the end",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file with settings of the stores"
+    )
+    parser.add_argument(
         "--figure",
         type=Path,
         default=Path("demo-memory.png"),
         help="where to write the plot of memory over time (default: %(default)s)",
     )
     parser.set_defaults(run=_demo)
+
+
+def _add_recover(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "recover",
+        help="rebuild a store's catalog after a loss",
+        description=_RECOVER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("url", help="of the store: file:///absolute/folder, s3://bucket/prefix …")
+    add("--store-id", help="the run (default: that of --config, or 'default')")
+    add("--config", type=Path, metavar="FILE", help="YAML file with further settings")
+    add("--dry-run", action="store_true", help="change nothing, tell what would be removed")
+    add("--json", metavar="FILE", help="write the report as JSON; - is standard output")
+    parser.set_defaults(run=_recover)
 
 
 def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -112,7 +153,34 @@ def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _demo(arguments: argparse.Namespace) -> int:
     from tq_fs.demo.run import run  # noqa: PLC0415  # needs torch
 
-    return run(folder=arguments.folder, figure=arguments.figure, console=Console())
+    config = StoreConfig.from_yaml(arguments.config) if arguments.config else None
+    return run(
+        folder=arguments.folder,
+        url=arguments.store,
+        config=config,
+        figure=arguments.figure,
+        console=Console(),
+    )
+
+
+def _recover(arguments: argparse.Namespace) -> int:
+    config = StoreConfig.from_yaml(arguments.config) if arguments.config else StoreConfig()
+    if arguments.store_id is not None:
+        config = replace(config, store_id=arguments.store_id)
+    found = recover_store(arguments.url, config, dry_run=arguments.dry_run)
+    if arguments.json:
+        _write_json(asdict(found), arguments.json)
+    if arguments.json != "-":
+        report.recovery(found, Console(), dry_run=arguments.dry_run)
+    return 1 if found.incomplete or found.unreadable else 0
+
+
+def _write_json(document: dict[str, Any], where: str) -> None:
+    text = json.dumps(document, indent=2)
+    if where == "-":
+        print(text)
+    else:
+        Path(where).write_text(text + "\n")
 
 
 def _step(arguments: argparse.Namespace) -> int:

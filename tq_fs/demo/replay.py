@@ -9,17 +9,17 @@ import ctypes
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tq_fs.config import folder_of
 from tq_fs.demo.compare import digest, name_of
 from tq_fs.demo.scenario import Rollout, Scale
+from tq_fs.demo.where import Where
 from tq_fs.fields import ROUTED_EXPERTS
 from tq_fs.store import Store, open_store
 from tq_fs.trajectory import Segment, StepRecord
@@ -36,27 +36,26 @@ class Task:
 
     Attributes
     ----------
-    url
-        Of the store; None for the in-memory path.
+    where
+        The store; None for the in-memory path.
     rollouts
         Played sessions.
     copies
         How many times to replay each, under session ids of their own.
     scale
         For the declared fields and the micro-batch's budget.
-    settings
-        Further settings of the store.
     """
 
-    url: str | None
+    where: Where | None
     rollouts: Sequence[Rollout]
     copies: int
     scale: Scale
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self) -> Store:
         """Open the store."""
-        return open_store(self.url, fields=self.scale.fields(), **self.settings)
+        if self.where is None:
+            return open_store(None, fields=self.scale.fields())
+        return open_store(self.where.url, fields=self.scale.fields(), config=self.where.config)
 
 
 class Phase(NamedTuple):
@@ -138,7 +137,7 @@ def replay(task: Task, tell: Tell) -> Ledger:
     ledger = Ledger()
     with task.open() as store:
         segments = record(store, task, ledger, tell)
-        ledger.disk_bytes = _disk_bytes(task.url)
+        ledger.disk_bytes = task.where.disk_bytes() if task.where is not None else 0
         hydrate(store, segments, task.scale, ledger, tell)
         compare(store, segments, task.scale, ledger, tell)
         tell("release", 0.0)
@@ -209,11 +208,6 @@ def _routing_bytes(store: Store, rollout: Rollout) -> int:
     session = store.session(rollout.session_id)
     rollout.record(session)
     return sum(record.arrays[ROUTED_EXPERTS].nbytes for record in session.records)
-
-
-def _disk_bytes(url: str | None) -> int:
-    files = folder_of(url).rglob("*") if url is not None else iter(())
-    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def _trim() -> None:

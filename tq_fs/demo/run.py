@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from tq_fs.config import StoreConfig
 from tq_fs.demo.scenario import DEFAULT, Scale
 from tq_fs.errors import DependencyMissing
 
@@ -15,10 +14,11 @@ from tq_fs.errors import DependencyMissing
 def run(
     *,
     folder: Path | None = None,
+    url: str | None = None,
     figure: Path,
     scale: Scale = DEFAULT,
     console: Console,
-    settings: Mapping[str, Any] | None = None,
+    config: StoreConfig | None = None,
 ) -> int:
     """Roll out, store, hydrate, train and release on a real mixture-of-experts model.
 
@@ -26,14 +26,16 @@ def run(
     ----------
     folder
         Where the stores go; None for a temporary folder that is removed.
+    url
+        Where they go instead, an object store; removed at the end.
     figure
         PNG to write: memory of both paths over time.
     scale
         How large it is.
     console
         Prints, and shows progress.
-    settings
-        Settings of the stores, as for :func:`tq_fs.open_store`.
+    config
+        Settings of the stores.
 
     Returns
     -------
@@ -48,10 +50,12 @@ def run(
     """
     try:
         from tq_fs.demo.stages import Demo  # noqa: PLC0415  # all that needs optional libraries
+        from tq_fs.demo.where import base_of  # noqa: PLC0415
     except ImportError as error:
         raise DependencyMissing(
             f"{error.name or error} cannot be imported",
             subject="tq-fs demo",
             remedy="pip install 'tq-fs[demo]'",
         ) from error
-    return Demo(scale, console, settings or {}).run(folder, figure)
+    with base_of(folder, url, config or StoreConfig()) as base:
+        return Demo(scale, console).run(base, figure)

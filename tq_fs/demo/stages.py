@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -20,11 +17,11 @@ from tq_fs.demo.engine import TinyMoe
 from tq_fs.demo.measure import PathFailed, Watched, watch
 from tq_fs.demo.replay import CONSUMER, PHASES, Task, copies_for
 from tq_fs.demo.scenario import Rollout, Scale, play, rounds
+from tq_fs.demo.where import Base, Where
 from tq_fs.store import open_store
 
 Advance = Callable[[], None]
 PRECISIONS = (torch.float32, torch.bfloat16)
-IN_MEMORY_FILES = ("tmpfs", "ramfs")
 MOST_LINES = 20  # of what went wrong
 
 
@@ -37,30 +34,34 @@ class Demo:
         How large it is.
     console
         Prints, and shows progress.
-    settings
-        Settings of the stores.
     """
 
-    def __init__(self, scale: Scale, console: Console, settings: Mapping[str, Any]) -> None:
+    def __init__(self, scale: Scale, console: Console) -> None:
         self._scale = scale
         self._console = console
-        self._settings = settings
         self._different: list[str] = []
         self._broken: list[str] = []  # other promises that were not kept
 
-    def run(self, folder: Path | None, png: Path) -> int:
-        """Take all stages and return the exit code; the last line printed is the verdict."""
+    def run(self, base: Base, png: Path) -> int:
+        """Take all stages and return the exit code; the last line printed is the verdict.
+
+        Parameters
+        ----------
+        base
+            What the stores lie below.
+        png
+            Where the figure goes.
+        """
         started = time.monotonic()
-        with _folder(folder) as root:
-            self._say(f"Stores under {root} ({_file_system(root)}).")
-            moe, rollouts = self._roll_out()
-            examples = self._compare(rollouts, root / "rollouts")
-            self._train(moe, examples)
-            try:
-                memory, stored = self._measure(rollouts, root / "replays")
-            except PathFailed as error:
-                self._say(str(error))
-                return 1
+        self._say(f"Stores below {base}.")
+        moe, rollouts = self._roll_out()
+        examples = self._compare(rollouts, base.below("rollouts"))
+        self._train(moe, examples)
+        try:
+            memory, stored = self._measure(rollouts, base.below("replays"))
+        except PathFailed as error:
+            self._say(str(error))
+            return 1
         self._report(memory, stored, png)
         self._say(f"Took {time.monotonic() - started:.0f} s.")
         return self._verdict(memory)
@@ -79,12 +80,12 @@ class Demo:
         )
         return moe, rollouts
 
-    def _compare(self, rollouts: list[Rollout], root: Path) -> list[r3.Example]:
+    def _compare(self, rollouts: list[Rollout], where: Where) -> list[r3.Example]:
         """Take the rollouts through both paths in this process, and compare tensor by tensor."""
         examples: list[r3.Example] = []
         fields = self._scale.fields()
         with (
-            open_store(f"file://{root}", fields=fields, **self._settings) as stored,
+            open_store(where.url, fields=fields, config=where.config) as stored,
             open_store(None, fields=fields) as memory,
             self._progress("storing and hydrating", len(rollouts)) as advance,
         ):
@@ -127,7 +128,7 @@ class Demo:
         if not gaps[-1].mean < gaps[-2].mean:
             self._broken.append("bfloat16 replay does not narrow the logprob gap")
 
-    def _measure(self, rollouts: list[Rollout], root: Path) -> tuple[Watched, Watched]:
+    def _measure(self, rollouts: list[Rollout], where: Where) -> tuple[Watched, Watched]:
         """Run each path in a fresh process and watch its memory."""
         copies = copies_for(rollouts, self._scale)
         self._say(
@@ -136,11 +137,8 @@ class Demo:
             "recorded, as they do where rollouts outrun training."
         )
         watched = []
-        for label, url in (("in-memory path", None), ("tq-fs", f"file://{root}")):
-            settings = self._settings if url else {}
-            task = Task(
-                url=url, rollouts=rollouts, copies=copies, scale=self._scale, settings=settings
-            )
+        for label, place in (("in-memory path", None), ("tq-fs", where)):
+            task = Task(where=place, rollouts=rollouts, copies=copies, scale=self._scale)
             with self._progress(label, 100) as advance:
                 watched.append(watch(task, _percent(advance)))
         memory, stored = watched
@@ -201,20 +199,3 @@ def _percent(advance: Advance) -> Callable[[str, float], None]:
             shown += 1
 
     return tell
-
-
-@contextmanager
-def _folder(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder.resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="tq-fs-demo-") as temporary:
-        yield Path(temporary).resolve()
-
-
-def _file_system(folder: Path) -> str:
-    """Say what kind of file system a folder is on: one in memory would make the figure a lie."""
-    mounts = [m for m in psutil.disk_partitions(all=True) if folder.is_relative_to(m.mountpoint)]
-    kind = max(mounts, key=lambda m: len(m.mountpoint)).fstype if mounts else "unknown file system"
-    return f"{kind}: its files take memory too" if kind in IN_MEMORY_FILES else kind

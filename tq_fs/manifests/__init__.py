@@ -1,6 +1,6 @@
 """What a reference means: versioned JSON documents, their checks, and the catalog of a store."""
 
-from tq_fs.manifests._catalog import MANIFEST, STATE, Catalog, Resolved
+from tq_fs.manifests._catalog import MANIFEST, TRAJECTORY, Catalog, Entry, Found, Resolved
 from tq_fs.manifests._check import check_manifest, check_segment
 from tq_fs.manifests._models import (
     MANIFEST_SCHEMA,
@@ -23,10 +23,12 @@ __all__ = [
     "MANIFEST",
     "MANIFEST_SCHEMA",
     "SCHEMAS",
-    "STATE",
     "STATE_SCHEMA",
     "STORE_SCHEMA",
+    "TRAJECTORY",
     "Catalog",
+    "Entry",
+    "Found",
     "Fragment",
     "Mode",
     "Resolved",

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tq_fs.backends import Backend
-from tq_fs.errors import ObjectMissing, SegmentMissing, StaleReference, WrongStore
+from tq_fs.errors import (
+    ManifestCorrupt,
+    ObjectMissing,
+    SegmentMissing,
+    StaleReference,
+    TrajectoryMissing,
+    WrongStore,
+)
 from tq_fs.keys import Incarnation, SegmentRef, component
 from tq_fs.manifests._check import check_manifest
 from tq_fs.manifests._models import (
     STATE_SCHEMA,
+    Document,
     SegmentEntry,
     SessionManifest,
     SessionState,
@@ -22,7 +32,7 @@ from tq_fs.manifests._models import (
 from tq_fs.steps import StepEntry
 
 MANIFEST = "manifest.json"
-STATE = "state.json"
+TRAJECTORY = "trajectory.msgpack"
 _ROOT = "manifests"
 
 
@@ -46,6 +56,20 @@ class Resolved:
     segment: SegmentEntry
     steps: dict[int, StepEntry]
     shared: frozenset[int]
+
+
+class Entry(NamedTuple):
+    """An incarnation's path, and the names of what lies there."""
+
+    path: str
+    names: frozenset[str]
+
+
+class Found(NamedTuple):
+    """A manifest, and what has happened to its Segments."""
+
+    manifest: SessionManifest
+    state: SessionState
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +106,36 @@ class Catalog:
 
     # ------------------------------------------------------------ write
 
-    def publish(self, manifest: SessionManifest) -> None:
-        """Check a manifest and write it, once.
+    def publish(self, manifest: SessionManifest, trajectory: bytes | None = None) -> None:
+        """Check a manifest and write it: the session's Segments can be resolved from then on.
+
+        An incarnation has one writer, the Controller that opened it, so that its key is used once.
+
+        Parameters
+        ----------
+        trajectory
+            The session's resident fields, to lie beside it.
 
         Raises
         ------
         InvalidSegment
             A Segment could not be read; nothing was written.
-        ObjectExists
-            The incarnation has another manifest.
         """
         check_manifest(manifest)
         data = encode(manifest)
-        self._backend.publish(self._prefix(manifest.incarnation), {MANIFEST: (data,)})
+        prefix = self._prefix(manifest.incarnation)
+        if trajectory is not None:
+            self._backend.put(f"{prefix}/{TRAJECTORY}", trajectory)
+        self._backend.put(f"{prefix}/{MANIFEST}", data)
         self._remember(manifest, len(data))
 
     def put_state(self, incarnation: Incarnation, state: SessionState) -> None:
-        """Write what has happened to a manifest's Segments."""
-        self._backend.put(f"{self._prefix(incarnation)}/{STATE}", encode(state))
+        """Write what has happened to a manifest's Segments.
+
+        Each epoch has a document of its own: a Controller that does not know yet that it was
+        replaced cannot undo what a later one wrote.
+        """
+        self._backend.put(f"{self._prefix(incarnation)}/{_state_name(state.epoch)}", encode(state))
 
     def drop(self, incarnation: Incarnation) -> None:
         """Remove a manifest and its state; idempotent."""
@@ -148,31 +184,56 @@ class Catalog:
         found = self._find(incarnation)
         return found.manifest if found else None
 
-    def state(self, incarnation: Incarnation) -> SessionState:
-        """Return what has happened to a manifest's Segments; nothing, if nothing was written."""
-        key = f"{self._prefix(incarnation)}/{STATE}"
+    def trajectory(self, path: str) -> bytes:
+        """Return the resident fields that lie at an incarnation's path.
+
+        Raises
+        ------
+        TrajectoryMissing
+            They were not kept when the session was finalized.
+        """
         try:
-            return decode(self._backend.get(key), SessionState, key)
-        except ObjectMissing:
-            return SessionState(schema=STATE_SCHEMA, epoch=0, released={})
+            return self._backend.get(f"{_ROOT}/{path}/{TRAJECTORY}")
+        except ObjectMissing as error:
+            raise TrajectoryMissing(
+                "its resident fields were not kept",
+                subject=path,
+                remedy="finalize with persist_trajectories on",
+            ) from error
 
-    def paths(self) -> Iterator[str]:
-        """Yield the path of every incarnation that has a manifest, sessions by age."""
-        for partition in self._backend.list(_ROOT):
-            for session in self._backend.list(f"{_ROOT}/{partition}"):
-                for name in self._backend.list(f"{_ROOT}/{partition}/{session}"):
-                    yield f"{partition}/{session}/{name}"
+    def entries(self) -> Iterator[Entry]:
+        """Yield what lies under ``manifests/``, incarnation by incarnation."""
+        for path, group in itertools.groupby(
+            (key.split("/", 1)[1] for key, _ in self._backend.walk(_ROOT)),
+            key=lambda key: key.rpartition("/")[0],
+        ):
+            yield Entry(path, frozenset(key.rpartition("/")[2] for key in group))
 
-    def read(self, path: str) -> tuple[SessionManifest, SessionState] | None:
+    def read(self, path: str, names: Collection[str] | None = None) -> Found | None:
         """Return the manifest and state at a path, if there is a manifest.
+
+        Parameters
+        ----------
+        names
+            What lies there, where that is known.
 
         Raises
         ------
         CorruptError, WrongStore, InvalidSegment
             It cannot be used.
         """
-        found = self._read(f"{_ROOT}/{path}")
-        return (found.manifest, self.state(found.manifest.incarnation)) if found else None
+        prefix = f"{_ROOT}/{path}"
+        if names is None:
+            names = set(self._backend.list(prefix))
+        found = self._read(prefix) if MANIFEST in names else None
+        if found is None:
+            return None
+        states = [self._state(f"{prefix}/{name}") for name in sorted(names) if _is_state(name)]
+        return Found(found.manifest, _merged([s for s in states if s is not None]))
+
+    def clear(self, path: str) -> None:
+        """Remove what lies at a path that has no manifest; idempotent."""
+        self._backend.delete(f"{_ROOT}/{path}")
 
     # ------------------------------------------------------------ inside
 
@@ -190,10 +251,9 @@ class Catalog:
     def _read(self, prefix: str) -> _Cached | None:
         key = f"{prefix}/{MANIFEST}"
         try:
-            data = self._backend.get(key)
+            manifest, nbytes = self._document(key, SessionManifest)
         except ObjectMissing:
             return None
-        manifest = decode(data, SessionManifest, key)
         check_manifest(manifest)
         if manifest.store_id != self.store_id:
             raise WrongStore(
@@ -201,7 +261,24 @@ class Catalog:
                 subject=key,
                 remedy="give each run a folder or store_id of its own",
             )
-        return self._remember(manifest, len(data))
+        return self._remember(manifest, nbytes)
+
+    def _state(self, key: str) -> SessionState | None:
+        try:
+            return self._document(key, SessionState)[0]
+        except ObjectMissing:
+            return None  # released as a whole in the meantime
+
+    def _document(self, key: str, kind: type[Document]) -> tuple[Document, int]:
+        """Return a document and its size; read once more where the way to it may be at fault."""
+        data = self._backend.get(key)
+        try:
+            return decode(data, kind, key), len(data)
+        except ManifestCorrupt:
+            if not self._backend.distrust(key):
+                raise
+            data = self._backend.get(key)
+            return decode(data, kind, key), len(data)
 
     def _remember(self, manifest: SessionManifest, nbytes: int) -> _Cached:
         steps = {step.index: step for step in manifest.steps}
@@ -231,6 +308,27 @@ class Catalog:
             "no such Segment: never finalized, discarded, or released by all its consumers",
             subject=str(ref),
         )
+
+
+def _state_name(epoch: int) -> str:
+    return f"state-{epoch:08d}.json"
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith("state-")
+
+
+def _merged(states: Sequence[SessionState]) -> SessionState:
+    """Return all that was released, in any epoch: what was released once stays so."""
+    released: dict[str, set[str]] = {}
+    for state in states:
+        for consumer, segments in state.released.items():
+            released.setdefault(consumer, set()).update(segments)
+    return SessionState(
+        schema=STATE_SCHEMA,
+        epoch=max((s.epoch for s in states), default=0),
+        released={c: tuple(sorted(s)) for c, s in released.items()},
+    )
 
 
 def _shared(manifest: SessionManifest) -> frozenset[int]:

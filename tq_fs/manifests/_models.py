@@ -128,7 +128,7 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     released: dict[str, tuple[str, ...]]
 
 
-class StoreDocument(msgspec.Struct, frozen=True, kw_only=True):
+class StoreDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What makes a folder a store.
 
     Attributes
@@ -139,11 +139,14 @@ class StoreDocument(msgspec.Struct, frozen=True, kw_only=True):
         The run it belongs to.
     epoch
         Raised by each Controller that takes the store for writing.
+    before
+        URL of the store that the folder is the front of; empty where it is the store itself.
     """
 
     schema: str
     store_id: str
     epoch: int
+    before: str = ""
 
 
 SCHEMAS: dict[str, type[msgspec.Struct]] = {
@@ -158,7 +161,7 @@ _SEAL_SCHEMA = {
     "description": "CRC-32C of all bytes behind this value's comma; comes first",
 }
 
-_Document = TypeVar("_Document", SessionManifest, SessionState, StoreDocument)
+Document = TypeVar("Document", SessionManifest, SessionState, StoreDocument)
 
 
 class _Head(msgspec.Struct):
@@ -187,7 +190,7 @@ def _unsealed(data: bytes, subject: str) -> bytes:
     return b"{" + body
 
 
-def decode(data: bytes, kind: type[_Document], subject: str) -> _Document:
+def decode(data: bytes, kind: type[Document], subject: str) -> Document:
     """Read a document back.
 
     Raises

@@ -92,10 +92,13 @@ class EncodeOptions:
         Follow each chunk with its CRC-32C.
     layer_groups
         Groups to split the layer axis into; the pipeline-parallel size of the readers.
+    compact
+        Leave out the arrays' own ``zarr.json``: the group's holds them all.
     """
 
     checksum: bool = True
     layer_groups: int = 1
+    compact: bool = False
 
 
 def encode_step(
@@ -131,8 +134,9 @@ def encode_step(
         entries[spec.name], more = _encode_field(spec, values, form, scratch, members, key)
         forms[spec.name] = form
         forms.update(more)
-    for form in forms.values():
-        members[form.json_member] = form.json
+    if not options.compact:
+        for form in forms.values():
+            members[form.json_member] = form.json
     step = StepEntry(index=key.step_index, tokens=tokens, fields=entries)
     layouts = tuple((name, form.layout) for name, form in forms.items())
     members[GROUP] = (group_json(layouts, attributes_json(store_id, key, step)),)

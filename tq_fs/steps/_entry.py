@@ -8,7 +8,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from tq_fs.errors import FormatTooNew, ManifestCorrupt
-from tq_fs.keys import Incarnation, StepKey
+from tq_fs.keys import Incarnation, StepKey, step_path
 from tq_fs.steps._layout import ArrayLayout, known_layout
 
 STEP_SCHEMA = "tq-fs/step/1"
@@ -60,7 +60,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         return known_layout(self.shape, self.dtype, self.chunk, self.codec, checksum=self.checksum)
 
 
-class StepEntry(msgspec.Struct, frozen=True, kw_only=True):
+class StepEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One Step: how many tokens it recorded and its stored fields.
 
     Attributes
@@ -73,12 +73,33 @@ class StepEntry(msgspec.Struct, frozen=True, kw_only=True):
         Stored fields by name.
     unit
         Name of the StorageUnit that took it.
+    attempt
+        Path component below the Step's own where its group lies: object stores have one for each
+        try. Empty where the group lies at the Step's own path.
     """
 
     index: int
     tokens: int
     fields: dict[str, ArrayEntry]
     unit: str = "local"
+    attempt: str = ""
+
+    def place(self, incarnation_path: str) -> str:
+        """Return where the Step's group lies."""
+        path = step_path(incarnation_path, self.index)
+        return f"{path}/{self.attempt}" if self.attempt else path
+
+    def objects(self) -> dict[str, int]:
+        """Return name and size of each object that holds values."""
+        arrays = {**self.fields, **self._masks()}
+        return {
+            f"{name}/{array.layout.object_name}": array.nbytes
+            for name, array in arrays.items()
+            if array.layout.chunks
+        }
+
+    def _masks(self) -> dict[str, ArrayEntry]:
+        return {n + MASK_SUFFIX: a.mask for n, a in self.fields.items() if a.mask is not None}
 
     @property
     def nbytes(self) -> int:

@@ -1,5 +1,13 @@
 """Session, StepRecord, Segment: the order of a rollout. Holds no large arrays of its own."""
 
+from tq_fs.trajectory._closed import ClosedSession
+from tq_fs.trajectory._document import (
+    TRAJECTORY_SCHEMA,
+    TrajectoryDocument,
+    decode_trajectory,
+    encode_trajectory,
+    trajectory_document,
+)
 from tq_fs.trajectory._records import StepKind, StepRecord
 from tq_fs.trajectory._segments import (
     Sample,
@@ -9,11 +17,12 @@ from tq_fs.trajectory._segments import (
     check_views,
     pieces,
     response_length,
-    segment_entry,
 )
 from tq_fs.trajectory._session import PlannedStep, StepInput, Trajectory
 
 __all__ = [
+    "TRAJECTORY_SCHEMA",
+    "ClosedSession",
     "PlannedStep",
     "Sample",
     "Segment",
@@ -21,10 +30,13 @@ __all__ = [
     "StepKind",
     "StepRecord",
     "Trajectory",
+    "TrajectoryDocument",
     "build_segment",
     "chains",
     "check_views",
+    "decode_trajectory",
+    "encode_trajectory",
     "pieces",
     "response_length",
-    "segment_entry",
+    "trajectory_document",
 ]

@@ -64,6 +64,8 @@ class Segment:
         Tokens from the first generated one to the end.
     arrays
         Fields on the in-memory path: tokens fields ``[T, …]``, transitions fields ``[T-1, …]``.
+    extra
+        What the session was finalized with: messages, tools, a label.
     """
 
     ref: str | None
@@ -76,6 +78,7 @@ class Segment:
     versions: tuple[tuple[str, int], ...]
     response_length: int
     arrays: Mapping[str, Array]
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def sample(self, *, tokens: int | None = None, removed: bool = False) -> Sample:
         """Return the Segment as a Sample, cut to its first `tokens` tokens where given."""
@@ -166,6 +169,7 @@ def build_segment(
     session_id: str,
     view: View,
     index: int,
+    extra: Mapping[str, Any] | None = None,
 ) -> Segment:
     """Put the resident parts of a chain's Steps together; `resident` are the in-memory fields."""
     new = _new_tokens(chain)
@@ -182,6 +186,7 @@ def build_segment(
         versions=_versions(new),
         response_length=response_length(chain),
         arrays={spec.name: _joined(chain, spec) for spec in resident},
+        extra=extra or {},
     )
 
 

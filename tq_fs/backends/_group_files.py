@@ -1,0 +1,84 @@
+"""A group's files, in memory one at a time while they are uploaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from tq_fs.backends._base import Buffer
+from tq_fs.backends._local import LocalBackend
+from tq_fs.backends._uploads import Upload
+from tq_fs.budget import ByteBudget
+from tq_fs.memory import mapped_empty
+
+
+class UploadCancelled(Exception):
+    """The group is to be removed."""
+
+
+class GroupFiles(Mapping[str, list[Buffer]]):
+    """The members of a group on a local disk; used by one thread, as a context manager.
+
+    A member is read when it is asked for, and goes when the next one is: so much memory is taken
+    from a budget that all who upload share, and given back to the system. A member larger than the
+    budget takes all of it.
+
+    Raises
+    ------
+    UploadCancelled
+        On asking for a member.
+    ObjectMissing, ObjectShort
+        The file is gone, or was cut.
+    """
+
+    def __init__(
+        self, local: LocalBackend, upload: Upload, memory: ByteBudget, at: Callable[[str], None]
+    ) -> None:
+        self._local = local
+        self._upload = upload
+        self._memory = memory
+        self._at = at
+        self._data: list[Buffer] = []
+        self._taken = 0
+
+    def __getitem__(self, name: str) -> list[Buffer]:
+        """Return a member's bytes; they are gone when the next one is asked for."""
+        size = self._upload.sizes[name]
+        self._let_go()
+        if self._upload.cancelled:
+            raise UploadCancelled
+        self._take(size)
+        self._data = [mapped_empty(size)]
+        with self._local.open(f"{self._upload.place}/{name}") as file:
+            file.readinto(self._data, 0)
+        self._at("uploading")
+        return self._data
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the members' names."""
+        return iter(self._upload.sizes)
+
+    def __len__(self) -> int:
+        """Return how many members there are."""
+        return len(self._upload.sizes)
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether there is such a member, without reading it."""
+        return name in self._upload.sizes
+
+    def __enter__(self) -> GroupFiles:
+        """Return the files."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Let go of what is in memory."""
+        self._let_go()
+
+    def _take(self, size: int) -> None:
+        part = min(size, self._memory.limit_bytes)
+        self._memory.acquire(part)
+        self._taken = part
+
+    def _let_go(self) -> None:
+        self._data.clear()  # who was given the list may still have it
+        self._memory.release(self._taken)
+        self._taken = 0

@@ -1,0 +1,89 @@
+"""Who writes to a store in an object store, where there is no lock: the one with the last epoch.
+
+Whoever opens the store for writing puts a claim with an epoch above all others, under a key that
+nobody else uses, and looks again. Where two claim the same epoch, both see it (listings of S3 and
+MinIO are strongly consistent), step back and claim anew. Whoever finds a later claim than its own
+has been replaced and writes no more. Conditional requests, which some servers ignore, are not
+needed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+
+from tq_fs.backends import Backend
+from tq_fs.errors import StoreBusy, StoreFenced
+
+_ROOT = "claims"
+_TRIES = 12
+
+
+class Claim:
+    """The right to write to a store. Safe to call from many threads.
+
+    Attributes
+    ----------
+    epoch
+        Stands in all that is written.
+    """
+
+    def __init__(self, backend: Backend, name: str, epoch: int) -> None:
+        self.epoch = epoch
+        self._backend = backend
+        self._name = name
+
+    def check(self) -> None:
+        """Return where no later claim was put; costs one request.
+
+        Raises
+        ------
+        StoreFenced
+            There is one; nothing more may be written.
+        """
+        names = set(self._backend.list(_ROOT))
+        if self._name not in names or any(_epoch(name) > self.epoch for name in names):
+            raise StoreFenced(
+                f"was taken by a later process (epoch {max(map(_epoch, names), default=0)})",
+                subject=f"the store, which this process opened in epoch {self.epoch}",
+                remedy="close it here: one process writes to a store",
+            )
+
+
+def take_claim(
+    backend: Backend,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    uniform: Callable[[float, float], float] = random.uniform,
+) -> Claim:
+    """Become the one that writes to a store.
+
+    Raises
+    ------
+    StoreBusy
+        Others try at the same time, again and again.
+    """
+    for tries in range(_TRIES):
+        epoch = max(map(_epoch, backend.list(_ROOT)), default=0) + 1
+        name = f"{epoch:08d}-{os.urandom(8).hex()}"
+        backend.put(f"{_ROOT}/{name}", b"")
+        names = list(backend.list(_ROOT))
+        if max(names, key=_epoch) == name and [_epoch(n) for n in names].count(epoch) == 1:
+            for older in names:
+                if older != name:
+                    backend.delete(f"{_ROOT}/{older}")
+            return Claim(backend, name, epoch)
+        backend.delete(f"{_ROOT}/{name}")
+        sleep(uniform(0.0, 0.05 * 2**tries))
+    raise StoreBusy(
+        f"other processes opened it at the same time, {_TRIES} times in a row",
+        subject="the store",
+        remedy="let one process open it for writing",
+    )
+
+
+def _epoch(name: str) -> int:
+    digits = name.partition("-")[0]
+    return int(digits) if digits.isascii() and digits.isdigit() else 0

@@ -1,0 +1,212 @@
+"""Where a store lies: a local folder, an object store, or one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tq_fs import manifests
+from tq_fs.backends import (
+    Backend,
+    LocalBackend,
+    NodeCache,
+    ObjectBackend,
+    Retry,
+    TieredBackend,
+    open_object_backend,
+)
+from tq_fs.claim import take_claim
+from tq_fs.config import StoreConfig, TierConfig, folder_of
+from tq_fs.errors import ObjectMissing, WrongStore
+from tq_fs.keys import component
+from tq_fs.manifests import STORE_SCHEMA, StoreDocument
+from tq_fs.store_folder import (
+    STORE_FILE,
+    claim_folder,
+    lock_folder,
+    unlock_folder,
+    write_claim,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where a store lies, open. The pieces belong to the ExitStack they were opened in.
+
+    Attributes
+    ----------
+    steps, documents
+        Where Steps go, and where manifests go.
+    url
+        Of the store itself, its id included.
+    folder
+        The same as a local folder; None in an object store.
+    remote
+        Whether Steps lie in an object store, in the end.
+    epoch
+        Of this process, where it writes.
+    fence
+        Raises where another process has taken the store since.
+    confirm
+        Writes down that the epoch has begun; called when the store is swept, so that there is
+        room for it.
+    """
+
+    steps: Backend
+    documents: Backend
+    url: str
+    folder: Path | None
+    remote: bool
+    epoch: int
+    fence: Callable[[], None]
+    confirm: Callable[[], None]
+
+
+def open_places(url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack) -> Places:
+    """Open where a store lies, and take it for writing unless `read_only`.
+
+    Raises
+    ------
+    InvalidConfig
+        The URL or a setting makes no sense.
+    StoreBusy, WrongStore
+        Another process has it, or it is something else.
+    BucketMissing, StorageDenied, StorageFailed
+        The object store cannot be used.
+    """
+    if urlsplit(url).scheme == "file":
+        return _open_folder(url, config, read_only=read_only, opened=opened)
+    return _open_object_store(url, config, read_only=read_only, opened=opened)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _open_folder(url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack) -> Places:
+    root = folder_of(url) / component(config.store_id)
+    backend = _open_local(root, config, read_only=read_only, opened=opened)
+    found = claim_folder(backend, config.store_id, read_only=read_only)
+    return Places(
+        steps=backend,
+        documents=backend,
+        url=root.as_uri(),
+        folder=root,
+        remote=False,
+        epoch=found.epoch,
+        fence=_nothing,  # the lock is one
+        confirm=_nothing if read_only else lambda: write_claim(backend, found),
+    )
+
+
+def _open_local(
+    root: Path, config: StoreConfig, *, read_only: bool, opened: ExitStack
+) -> LocalBackend:
+    if not read_only:
+        opened.callback(unlock_folder, lock_folder(root))  # first, so that it is let go of last
+    backend = LocalBackend(
+        root,
+        durability=config.durability,
+        ahead=config.prepared_groups,
+        read_only=read_only,
+    )
+    opened.callback(backend.close)
+    if not read_only:
+        backend.sweep()  # first of all: it makes room where the disk is full
+    return backend
+
+
+def _open_object_store(
+    url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack
+) -> Places:
+    name = component(config.store_id)
+    backend = open_object_backend(
+        f"{url.rstrip('/')}/{name}",
+        driver=config.driver,
+        options=config.storage_options,
+        retry=Retry(deadline_s=config.retry_deadline_s),
+        timeout_s=config.request_timeout_s,
+    )
+    opened.callback(backend.close)
+    _identify(backend, config.store_id, read_only=read_only)
+    steps: Backend = backend
+    if config.tier is not None:
+        steps = _open_tier(backend, config, config.tier, read_only=read_only, opened=opened)
+    claim = None if read_only else take_claim(backend)
+    return Places(
+        steps=steps,
+        documents=backend,
+        url=backend.url,
+        folder=None,
+        remote=True,
+        epoch=claim.epoch if claim is not None else 0,
+        fence=claim.check if claim is not None else _nothing,
+        confirm=_nothing,
+    )
+
+
+def _identify(backend: ObjectBackend, store_id: str, *, read_only: bool) -> None:
+    """Check that a prefix is this store's, or make it so.
+
+    Raises
+    ------
+    WrongStore
+        It holds something else.
+    """
+    subject = f"{backend.url}/{STORE_FILE}"
+    try:
+        found = manifests.decode(backend.get(STORE_FILE), StoreDocument, subject)
+    except ObjectMissing:
+        if read_only:
+            raise
+        strange = list(backend.list(""))
+        if strange:
+            raise WrongStore(
+                f"holds {strange[:3]} and no {STORE_FILE}: it is no store",
+                subject=backend.url,
+                remedy="use an empty prefix",
+            ) from None
+        found = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=0)
+        backend.put(STORE_FILE, manifests.encode(found))
+    if found.store_id != store_id:
+        raise WrongStore(f"is store {found.store_id!r}, not {store_id!r}", subject=subject)
+
+
+def _open_tier(
+    back: ObjectBackend,
+    config: StoreConfig,
+    tier: TierConfig,
+    *,
+    read_only: bool,
+    opened: ExitStack,
+) -> TieredBackend:
+    root = Path(tier.folder) / component(config.store_id)
+    front: LocalBackend | None = None
+    if not read_only or root.is_dir():
+        front = _open_local(root, config, read_only=read_only, opened=opened)
+        found = claim_folder(front, config.store_id, read_only=read_only, before=back.url)
+        if not read_only:
+            write_claim(front, found)
+    cache = None
+    if tier.cache_bytes:
+        cache = NodeCache(root.with_name(f"{root.name}.cache"), tier.cache_bytes)
+    backend = TieredBackend(
+        front,
+        back,
+        policy=tier.policy,
+        capacity_bytes=tier.capacity_bytes,
+        high_water=tier.high_water,
+        low_water=tier.low_water,
+        upload_threads=tier.upload_threads,
+        queue_bytes=tier.upload_queue_bytes,
+        upload_memory_bytes=tier.upload_memory_bytes,
+        deadline_s=config.inflight_deadline_s,
+        cache=cache,
+    )
+    opened.callback(backend.close)
+    if not read_only:
+        backend.recover()
+    return backend
