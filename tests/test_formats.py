@@ -41,6 +41,14 @@ from tq_fs.errors import (
 from tq_fs.keys import Incarnation, SegmentRef, StepKey
 from tq_fs.manifests import SessionManifest, SessionState, StoreDocument
 from tq_fs.steps import EncodeOptions, FieldArray, Scratch, encode_step, read_attributes
+from tq_fs.trajectory import (
+    ClosedSession,
+    StepRecord,
+    TrajectoryDocument,
+    decode_trajectory,
+    encode_trajectory,
+    trajectory_document,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEMAS = Path(manifests.__file__).parent / "schemas"
@@ -103,9 +111,71 @@ def golden_store(tmp_path: Path) -> Path:
     shutil.copytree(GOLDEN / "step-1", root / "steps" / where)
     (root / "manifests" / where).mkdir(parents=True)
     shutil.copy(GOLDEN / "manifest-1.json", root / "manifests" / where / "manifest.json")
-    shutil.copy(GOLDEN / "state-1.json", root / "manifests" / where / "state.json")
+    shutil.copy(GOLDEN / "state-1.json", root / "manifests" / where / "state-00000004.json")
+    shutil.copy(GOLDEN / "trajectory-1.msgpack", root / "manifests" / where / "trajectory.msgpack")
     shutil.copy(GOLDEN / "store-1.json", root / "store.json")
     return tmp_path
+
+
+def golden_trajectory() -> TrajectoryDocument:
+    """Return the golden session with its resident fields: a prompt, and a turn after it."""
+    rewards = np.arange(6, dtype=np.float16).reshape(3, 2)
+    records = [
+        StepRecord(
+            index=0, kind="create", parent=None, prefix=0, tokens=np.array([7, 8, 9], np.int32),
+            response=1, version="v1", arrays={"rewards": rewards},
+        ),
+        StepRecord(
+            index=1, kind="append", parent=0, prefix=3, tokens=np.arange(-5, 6, dtype=np.int32),
+            response=4, version="v2", reason="née", arrays={"rewards": np.zeros((11, 2), "f2")},
+        ),
+    ]  # fmt: skip
+    closed = ClosedSession(
+        incarnation=GOLDEN_INCARNATION,
+        mode="tito",
+        views=("lineage",),
+        consumers=("train", "eval"),
+        records=records,
+        stored=GOLDEN_FIELDS,
+        resident=[tq_fs.FieldSpec(name="rewards", dtype="float16", inner=(2,))],
+        extra={"messages": [{"role": "user", "content": "é"}], "label": 0.5, "tools": None},
+    )
+    return trajectory_document("golden", closed)
+
+
+def test_the_golden_trajectory_gives_the_same_segment(golden_store: Path) -> None:
+    data = (GOLDEN / "trajectory-1.msgpack").read_bytes()
+    document = decode_trajectory(data, "golden")
+    assert document == golden_trajectory()
+    assert encode_trajectory(document) == data
+    with tq_fs.open_store(
+        golden_store.as_uri(), fields=GOLDEN_FIELDS, store_id="golden", read_only=True
+    ) as store:
+        (segment,) = store.segments(store.unreleased())
+    assert_bits(segment.tokens, np.array([7, 8, 9, *range(-5, 6)], np.int32))
+    assert_bits(segment.loss_mask, np.array([0, 0, 1, *[0] * 7, *[1] * 4], np.uint8))
+    assert segment.versions == (("v1", 3), ("v2", 11))
+    assert segment.response_length == 12
+    assert segment.arrays["rewards"].shape == (14, 2)
+    assert segment.arrays["rewards"].dtype == np.float16
+    assert segment.extra["messages"] == [{"role": "user", "content": "é"}]
+
+
+def test_a_flipped_bit_of_a_trajectory_is_never_read_as_something_else() -> None:
+    whole = (GOLDEN / "trajectory-1.msgpack").read_bytes()
+    for bit in range(0, 8 * len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises((ManifestCorrupt, FormatTooNew)):
+            decode_trajectory(bytes(flipped), "golden")
+    with pytest.raises(ManifestCorrupt):
+        decode_trajectory(whole[:-1], "golden")
+
+
+def test_a_trajectory_of_a_later_version_is_refused() -> None:
+    later = msgspec.structs.replace(golden_trajectory(), schema="tq-fs/trajectory/2")
+    with pytest.raises(FormatTooNew, match="upgrade"):
+        decode_trajectory(encode_trajectory(later), "golden")
 
 
 @pytest.mark.parametrize("read_only", [True, False])
@@ -180,7 +250,7 @@ def test_what_a_store_writes_validates(tmp_path: Path) -> None:
     valid(tmp_path / "default/store.json", "store-1")
     (manifest,) = tmp_path.glob("default/manifests/*/*/*/manifest.json")
     valid(manifest, "manifest-1")
-    valid(manifest.parent / "state.json", "state-1")
+    valid(manifest.parent / "state-00000001.json", "state-1")
 
 
 # ---------------------------------------------------------------- documents that went wrong
@@ -244,8 +314,8 @@ def assert_left_alone(
 def test_a_session_of_a_later_version_is_left_alone(finalized: tuple[Path, str], name: str) -> None:
     folder, ref = finalized
     later = f"tq-fs/{name}/2"
-    edited(folder, f"{name}.json", lambda d: d.update(schema=later, surprise=1, epoch="x"))
-    assert_left_alone(folder, ref, name, FormatTooNew, f"{name}.json.*{later}.*upgrade")
+    edited(folder, f"{name}*.json", lambda d: d.update(schema=later, surprise=1, epoch="x"))
+    assert_left_alone(folder, ref, name, FormatTooNew, f"{name}.*json.*{later}.*upgrade")
 
 
 def test_a_store_of_a_later_version_is_refused(finalized: tuple[Path, str]) -> None:
@@ -290,11 +360,11 @@ def test_a_session_whose_documents_are_garbage_is_left_alone(
     finalized: tuple[Path, str], name: str, garbage: str
 ) -> None:
     folder, ref = finalized
-    (path,) = folder.glob(f"default/manifests/train/a/*/{name}.json")
+    (path,) = folder.glob(f"default/manifests/train/a/*/{name}*.json")
     whole = path.read_bytes()
     path.write_bytes(GARBAGE[garbage](whole))
     assert path.read_bytes() != whole
-    assert_left_alone(folder, ref, name, ManifestCorrupt, f"{name}.json")
+    assert_left_alone(folder, ref, name, ManifestCorrupt, rf"{name}[-0-9]*\.json")
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
@@ -317,7 +387,7 @@ def test_a_flipped_bit_of_a_document_is_never_read_as_something_else(
 ) -> None:
     folder, _ = finalized
     kind: Any = GOLDEN_DOCUMENTS[name]
-    file = name.replace("-1", ".json")
+    file = name.replace("-1", "*.json")
     (path,) = [p for p in folder.glob(f"default/**/{file}") if "/train/b/" not in str(p)]
     whole = path.read_bytes()
     manifests.decode(whole, kind, "x")
@@ -442,7 +512,9 @@ def test_each_opening_raises_the_epoch_that_is_written(tmp_path: Path) -> None:
             segments, _ = record(store, f"s{i}", i, consumers=["train", "eval"])
             store.release(segments, "eval")
             (manifest,) = tmp_path.glob(f"default/manifests/train/s{i}/*/manifest.json")
-            state = msgspec.json.decode((manifest.parent / "state.json").read_bytes())
+            (path,) = manifest.parent.glob("state-*.json")
+            assert path.name == f"state-{i + 1:08d}.json"
+            state = msgspec.json.decode(path.read_bytes())
             epochs.append((msgspec.json.decode(manifest.read_bytes())["epoch"], state["epoch"]))
     assert epochs == [(1, 1), (2, 2), (3, 3)]
     with open_store(tmp_path, FIELDS, read_only=True):

@@ -369,7 +369,7 @@ def test_every_bit_of_a_nan_survives(tmp_path: Path, codec: str) -> None:
 def test_a_removed_sample_is_zeros_and_nothing_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool, width_known: bool
 ) -> None:
-    monkeypatch.setattr("tq_fs.store.LocalBackend", CountingBackend)
+    monkeypatch.setattr("tq_fs.places.LocalBackend", CountingBackend)
     case = Case(width_known=width_known, extras=False)
     rollout = short_rollout(case.fields(), 1)
     url = tmp_path.as_uri() if stored else None
@@ -641,7 +641,7 @@ class Failing(LocalBackend):
 def test_after_an_error_an_iteration_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool
 ) -> None:
-    monkeypatch.setattr("tq_fs.store.LocalBackend", Failing)
+    monkeypatch.setattr("tq_fs.places.LocalBackend", Failing)
     fields = standard_fields(LAYERS, TOPK)
     with open_store(tmp_path, fields, reader_threads=1) as store:
         segments, want = [], []
@@ -693,7 +693,7 @@ def test_sizing_a_shard_keeps_no_more_manifests_than_the_cache(
                 alive.append(sum(type(o) is StepEntry for o in gc.get_objects()))
             return super().get(key)
 
-    monkeypatch.setattr("tq_fs.store.LocalBackend", Watching)
+    monkeypatch.setattr("tq_fs.places.LocalBackend", Watching)
     fields = standard_fields(LAYERS, TOPK)
     with open_store(tmp_path, fields, manifest_cache_bytes=1) as store:
         segments = []

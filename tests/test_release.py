@@ -346,7 +346,7 @@ def test_steps_without_rows_of_their_own_are_deleted_at_finalize(tmp_path: Path)
 
 
 @pytest.mark.parametrize("code", [28, 5])  # ENOSPC, EIO
-@pytest.mark.parametrize("point", ["staged", "members written", "renamed"])
+@pytest.mark.parametrize("point", ["value written", "value renamed", "value acknowledged"])
 def test_a_finalize_that_fails_leaves_the_session_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, code: int
 ) -> None:

@@ -148,7 +148,6 @@ def test_a_configuration_is_read_from_yaml(tmp_path: Path) -> None:
 
 def test_an_unknown_kind_of_store_is_refused_with_the_known_ones() -> None:
     for url in [
-        "s3://bucket/run",
         "/no/scheme",
         "relative",
         "file://host/folder",

@@ -661,6 +661,25 @@ def test_deleting_waits_for_who_publishes_below(tiers: Tiers, policy: str) -> No
     assert not any(tiers.back.walk(""))
 
 
+def test_deleting_does_not_wait_for_writers_who_wait_for_uploads_that_wait_for_it(
+    tiers: Tiers,
+) -> None:
+    tier = tiers.open(queue_bytes=1, deadline_s=30)  # one at a time
+    tiers.client.hold()
+    tier.publish(step(0, "other"), group(0), fresh=True)
+    with ThreadPoolExecutor(4) as pool:
+        writing = [pool.submit(publish, tier, 1, i) for i in range(3)]
+        until(lambda: tier._writer and len(tier._writer.queue._line) == 3)
+        removing = pool.submit(tier.delete, "steps/train/s")
+        until(lambda: tier._writer and len(tier._writer._traffic._works) == 5)
+        tiers.client.let_go()
+        assert removing.result(timeout=10)
+        assert len([w.result(timeout=10) for w in writing]) == 3
+    tier.settle("")
+    assert {place.split("/")[2] for place in tiers.uploaded()} == {"other"}
+    assert list(tier.list("steps/train")) == ["other"]
+
+
 def test_a_delete_that_fails_in_the_object_store_can_be_repeated(tiers: Tiers) -> None:
     tier = tiers.open()
     publish(tier, 2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ from tq_fs.errors import StoreBusy, StoreFenced
 
 _ROOT = "claims"
 _TRIES = 12
+_NAME = re.compile(r"([0-9]{8,12})-[0-9a-f]{16}")
 
 
 class Claim:
@@ -72,7 +74,7 @@ def take_claim(
         names = list(backend.list(_ROOT))
         if max(names, key=_epoch) == name and [_epoch(n) for n in names].count(epoch) == 1:
             for older in names:
-                if older != name:
+                if older != name and _NAME.fullmatch(older):
                     backend.delete(f"{_ROOT}/{older}")
             return Claim(backend, name, epoch)
         backend.delete(f"{_ROOT}/{name}")
@@ -85,5 +87,6 @@ def take_claim(
 
 
 def _epoch(name: str) -> int:
-    digits = name.partition("-")[0]
-    return int(digits) if digits.isascii() and digits.isdigit() else 0
+    """Return a claim's epoch; 0 for what is no claim."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else 0

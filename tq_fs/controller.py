@@ -184,7 +184,8 @@ class Controller:
         return self._document(incarnation.path).closed()
 
     def _document(self, path: str) -> TrajectoryDocument:
-        return decode_trajectory(self._catalog.trajectory(path), f"trajectory of {path}")
+        subject = f"trajectory of {path}"
+        return self._catalog.trajectory(path, lambda data: decode_trajectory(data, subject))
 
     def resolve(self, refs: Iterable[str]) -> list[Resolved]:
         """Return what references stand for, in their order.

@@ -158,7 +158,9 @@ def _identify(backend: ObjectBackend, store_id: str, *, read_only: bool) -> None
     """
     subject = f"{backend.url}/{STORE_FILE}"
     try:
-        found = manifests.decode(backend.get(STORE_FILE), StoreDocument, subject)
+        found, _ = manifests.fetch(
+            backend, STORE_FILE, lambda data: manifests.decode(data, StoreDocument, subject)
+        )
     except ObjectMissing:
         if read_only:
             raise

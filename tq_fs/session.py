@@ -222,9 +222,12 @@ class Session:
             raise
 
     def discard(self) -> None:
-        """End the session and delete what it has written."""
+        """End the session and delete what it has written; idempotent.
+
+        Where deleting fails it can be tried again; the sweep at the next start is the last chance.
+        """
         self._check_open()
-        self._trajectory.close("discarded")
+        self._trajectory.close("discarded", again=True)
         self._drain()
         if self._controller is not None:
             self._controller.discard(self._trajectory.incarnation)

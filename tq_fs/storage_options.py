@@ -8,12 +8,16 @@ makes it, so that they can travel. A secret that stands there literally stays in
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tq_fs.errors import InvalidConfig
 
-_SECRET = ("secret", "token", "key", "password", "passwd", "credential", "sas", "account_key")
+_SECRET = (
+    *("secret", "token", "key", "password", "passwd", "passphrase", "credential", "sas"),
+    *("connection_string", "authorization"),
+)
 _PUBLIC = {"key_file"}
 _MASK = "***"
 
@@ -81,6 +85,14 @@ class StorageOptions(Mapping[str, Any]):
     def all_resolved(self) -> dict[str, Any]:
         """Return all options, references looked up."""
         return {name: self.resolved(name) for name in self._options}
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL without the parts that may hold a secret: user, query and fragment."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "", url
+    return scheme + separator + re.split("[?#]", rest.rpartition("@")[2])[0]
 
 
 def _literal_secret(name: str, value: object) -> bool:

@@ -132,4 +132,4 @@ def _role(before: str) -> str:
 
 def write_claim(backend: LocalBackend, claim: StoreDocument) -> None:
     """Write down whose a folder is and which epoch has begun."""
-    backend.put(STORE_FILE, manifests.encode(claim))
+    backend.put(STORE_FILE, manifests.encode(claim), urgent=True)

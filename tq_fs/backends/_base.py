@@ -79,8 +79,19 @@ class Backend(Protocol):
             No room; nothing is visible.
         """
 
-    def put(self, key: str, data: bytes) -> None:
-        """Write one small object whole, replacing what was there at once."""
+    def put(self, key: str, data: bytes, *, urgent: bool = False) -> None:
+        """Write one small object whole, replacing what was there at once.
+
+        Parameters
+        ----------
+        urgent
+            It makes room elsewhere, and may take what a backend keeps for that.
+
+        Raises
+        ------
+        StorageFull
+            No room; what was there is unchanged.
+        """
 
     def get(self, key: str) -> bytes:
         """Return a small object.
@@ -107,6 +118,9 @@ class Backend(Protocol):
 
     def delete(self, prefix: str) -> bool:
         """Remove an object or everything below a prefix; at once, as a reader sees it.
+
+        Where not everything can go at once the commits of groups go before all else; below a prefix
+        without any, the first object by name does, which others may therefore hang on.
 
         Returns
         -------

@@ -14,7 +14,14 @@ from tq_fs.backends._errors import translate
 from tq_fs.backends._files import parts
 from tq_fs.backends._objects import ObjectBackend
 from tq_fs.backends._retry import Retry
-from tq_fs.backends._s3 import S3Settings, no_credentials, s3_error, settings_of, unreachable
+from tq_fs.backends._s3 import (
+    S3Settings,
+    missing,
+    no_credentials,
+    s3_error,
+    settings_of,
+    unreachable,
+)
 from tq_fs.errors import (
     DependencyMissing,
     InvalidConfig,
@@ -23,7 +30,7 @@ from tq_fs.errors import (
     StorageRefused,
     TqFsError,
 )
-from tq_fs.storage_options import StorageOptions
+from tq_fs.storage_options import StorageOptions, without_secrets
 
 T = TypeVar("T")
 _PAGE = 1000
@@ -96,7 +103,11 @@ class S3fsClient:
 
     def size(self, key: str) -> int:
         """Return an object's size in bytes."""
-        found = self._request(key, lambda s3: s3.head_object(Bucket=self._name, Key=key))
+        try:
+            found = self._request(key, lambda s3: s3.head_object(Bucket=self._name, Key=key))
+        except (StorageDenied, StorageRefused):
+            self.read(key, 0, 1)  # the answer to a HEAD cannot say why; this one does
+            raise
         size: int = found["ContentLength"]
         return size
 
@@ -156,7 +167,7 @@ class S3fsClient:
         try:
             import s3fs  # noqa: PLC0415  # optional
         except ImportError as error:
-            raise _missing("s3fs", "s3") from error
+            raise missing("s3fs", "s3") from error
         mine = self._settings
         options = {n: self._options.resolved(n) for n in ("key", "secret", "token", "anon")}
         # fmt: off
@@ -189,7 +200,13 @@ class S3fsClient:
 
             async def run() -> T:
                 await fs.set_session()
-                return await request(await fs.get_s3(self._name))
+                s3 = await fs.get_s3(self._name)
+                try:
+                    return await request(s3)
+                except ValueError as error:  # dates and numbers are parsed without a check
+                    raise StorageFailed(
+                        f"an answer cannot be read: {error}", subject=f"s3://{self._name}/{key}"
+                    ) from error
 
             result: T = fsspec.asyn.sync(fs.loop, run)
             return result
@@ -224,10 +241,18 @@ def _mapped_s3(subject: str) -> Iterator[None]:
         boto.CredentialRetrievalError,
     ) as error:
         raise no_credentials(str(error), subject) from error
-    except (boto.HTTPClientError, aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+    except (
+        boto.HTTPClientError,
+        boto.ConnectionError,
+        aiohttp.ClientError,
+        TimeoutError,
+        ConnectionError,
+    ) as error:
         raise unreachable(f"{error or type(error).__name__}", subject) from error
     except boto.BotoCoreError as error:
         raise StorageFailed(str(error), subject=subject) from error
+    except RecursionError:  # botocore asks for the bucket's region, and is redirected again
+        raise s3_error("", 301, "redirected again and again", subject) from None
 
 
 class FsspecClient:
@@ -373,14 +398,6 @@ def _prune(fs: Any, root: str, folder: str) -> None:
         folder = folder.rpartition("/")[0]
 
 
-def _missing(library: str, extra: str) -> DependencyMissing:
-    return DependencyMissing(
-        f"{library} is not installed",
-        subject="an object store",
-        remedy=f"pip install 'tq-fs[{extra}]'",
-    )
-
-
 def split(url: str) -> tuple[str, str]:
     """Return bucket and prefix of an ``s3://`` URL.
 
@@ -393,15 +410,19 @@ def split(url: str) -> tuple[str, str]:
     if not found.netloc or "@" in found.netloc or found.query or found.fragment:
         raise InvalidConfig(
             "is no address of a bucket",
-            subject=_without_secrets(url),
+            subject=repr(without_secrets(url)),
             remedy="write s3://bucket/prefix; credentials belong into storage_options",
         )
     return found.netloc, found.path.strip("/")
 
 
-def _without_secrets(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return repr(f"{scheme}://{rest.rpartition('@')[2]}")
+def _check_url(url: str) -> None:
+    if urlsplit(url).password is not None:
+        raise InvalidConfig(
+            "holds a password",
+            subject=repr(without_secrets(url)),
+            remedy="credentials belong into storage_options, such as username and password",
+        )
 
 
 class FsspecBackend(ObjectBackend):
@@ -436,6 +457,7 @@ class FsspecBackend(ObjectBackend):
             bucket, root = split(url)
             client = S3fsClient(settings_of(bucket, options, timeout_s), options)
         else:
+            _check_url(url)
             client = FsspecClient(url.rstrip("/"), options)
         super().__init__(url, root, client, retry=retry, **({"at": at} if at else {}))
 

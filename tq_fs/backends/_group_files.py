@@ -1,14 +1,60 @@
-"""A group's files, in memory one at a time while they are uploaded."""
+"""A group that is to be uploaded, and its files: in memory one at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from tq_fs.backends._base import Buffer
 from tq_fs.backends._local import LocalBackend
-from tq_fs.backends._uploads import Upload
 from tq_fs.budget import ByteBudget
+from tq_fs.errors import TqFsError
 from tq_fs.memory import mapped_empty
+
+
+@dataclass(slots=True, eq=False)
+class Upload:
+    """A group that waits for its upload.
+
+    Attributes
+    ----------
+    place
+        Where the group lies, and will lie.
+    sizes
+        Its members' sizes [bytes].
+    fresh
+        Nothing of any group lay at its prefix before.
+    begun
+        Something of it may have been uploaded.
+    cancelled
+        It is to be removed: who uploads it stops.
+    done
+        It was uploaded, or cancelled.
+    tries
+        How often it failed.
+    failed_at
+        Which failure of the queue its last one was, counted from 1.
+    due
+        When it may be tried again [monotonic seconds].
+    error
+        Of the last try.
+    """
+
+    place: str
+    sizes: Mapping[str, int]
+    fresh: bool = False
+    begun: bool = False
+    cancelled: bool = False
+    done: bool = False
+    tries: int = 0
+    failed_at: int = 0
+    due: float = 0.0
+    error: TqFsError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its members."""
+        return sum(self.sizes.values())
 
 
 class UploadCancelled(Exception):

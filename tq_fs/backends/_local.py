@@ -65,6 +65,8 @@ class LocalBackend:
         "renamed",
         "acknowledged",
         "value written",
+        "value renamed",
+        "value acknowledged",
         "delete renamed",
     )
 
@@ -139,14 +141,14 @@ class LocalBackend:
         self._at("acknowledged")
         return prefix
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, *, urgent: bool = False) -> None:
         """Write one small object whole, replacing what was there at once."""
         check_key(key)
         self._check_writable()
         try:
             self._put(key, data)
         except StorageFull:
-            if not self._spend_reserve():
+            if not (urgent and self._spend_reserve()):
                 raise
             self._put(key, data)
 
@@ -159,10 +161,12 @@ class LocalBackend:
                 self._at("value written")
                 if not self._rename(name, key):
                     raise ObjectExists("is a prefix, not an object", subject=self._name(key))
+                self._at("value renamed")
             except BaseException:
                 self._discard(name)
                 raise
             self._settle(key)
+            self._at("value acknowledged")
 
     def _fill(self, staged: Staged, members: Mapping[str, Sequence[Buffer]]) -> None:
         self._at("staged")

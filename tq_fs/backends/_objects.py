@@ -138,7 +138,7 @@ class ObjectBackend:
     def _undo(self, place: str, names: Iterable[str], because: BaseException) -> None:
         """Remove what was uploaded, the commit first: it may be there though the call failed."""
         try:
-            self._remove([f"{place}/{name}" for name in names][::-1])
+            self._remove([f"{place}/{name}" for name in names])
         except TqFsError as error:
             because.add_note(f"and what was uploaded to {place} is still there: {error}")
 
@@ -195,7 +195,7 @@ class ObjectBackend:
             for name, buffers in members.items()
         )
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, *, urgent: bool = False) -> None:  # noqa: ARG002
         """Write one small object whole, replacing what was there at once."""
         _check(key)
         self._put(key, (data,))
@@ -304,22 +304,33 @@ class ObjectBackend:
     # ------------------------------------------------------------ remove
 
     def delete(self, prefix: str) -> bool:
-        """Remove an object or everything below a prefix, commits first."""
+        """Remove an object or everything below a prefix, what makes others visible first."""
         _check(prefix)
         keys = [key for key, _ in self.walk(prefix)]
         if not keys and self._is_object(prefix):
             keys = [prefix]
         if not keys:
             return False
-        self._remove(keys[::-1])
+        self._remove(keys)
         return True
 
     def _remove(self, keys: Sequence[str]) -> None:
+        """Remove objects: commits before all others, without any the first; see the protocol.
+
+        In requests of their own: servers remove the keys of one in any order, and drivers send
+        some side by side.
+        """
         self._at("deleting")
+        heads = [key for key in keys if key.rpartition("/")[2] == COMMIT] or list(keys[:1])
+        first = set(heads)
+        self._remove_some(heads)
+        self._remove_some([key for key in keys if key not in first])
+        self._at("deleted")
+
+    def _remove_some(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), _BULK):
             some = [self._root + key for key in keys[start : start + _BULK]]
             self._call(lambda some=some: self._client.delete(some))  # type: ignore[misc]
-        self._at("deleted")
 
     # ------------------------------------------------------------ policy
 

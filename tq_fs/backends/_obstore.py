@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +19,14 @@ from tq_fs.backends._fsspec import S3fsClient, split
 from tq_fs.backends._objects import ObjectBackend
 from tq_fs.backends._retry import Retry
 from tq_fs.backends._s3 import S3Settings, no_credentials, s3_error, settings_of, unreachable
-from tq_fs.errors import StorageFailed, StorageRefused, TqFsError
+from tq_fs.errors import (
+    StorageDenied,
+    StorageFailed,
+    StorageRefused,
+    StorageThrottled,
+    StorageUnreachable,
+    TqFsError,
+)
 from tq_fs.storage_options import StorageOptions
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -50,10 +58,23 @@ class ObstoreClient:
 
     obstore's threads do not live in a fork of the process that started them, and its calls hang
     there. In such a child requests go through s3fs.
+
+    Parameters
+    ----------
+    unsigned_payload
+        Whether the signature leaves out the SHA-256 of what is sent; None for the default.
     """
 
-    def __init__(self, settings: S3Settings, options: StorageOptions) -> None:
+    def __init__(
+        self,
+        settings: S3Settings,
+        options: StorageOptions,
+        *,
+        unsigned_payload: bool | None = None,
+    ) -> None:
         self._settings = settings
+        # TLS detects damage; without it the server must.
+        self._unsigned = not settings.plain if unsigned_payload is None else unsigned_payload
         self._options = options
         self._store: Any = None
         self._bulk = True
@@ -100,8 +121,12 @@ class ObstoreClient:
             return other.size(key)
         import obstore  # noqa: PLC0415
 
-        with self._mapped(key):
-            return obstore.head(self._bucket(), key)["size"]
+        try:
+            with self._mapped(key):
+                return obstore.head(self._bucket(), key)["size"]
+        except (StorageDenied, StorageRefused):
+            self.read(key, 0, 1)  # the answer to a HEAD cannot say why; this one does
+            raise
 
     def pages(self, prefix: str, *, deep: bool, after: str) -> Iterator[Page]:
         """Yield the keys below `prefix`."""
@@ -132,6 +157,8 @@ class ObstoreClient:
         elif self._bulk and len(keys) >= _WORTH_BULK:
             try:
                 self._delete(keys, bulk=True)
+            except (StorageThrottled, StorageUnreachable):
+                raise  # this says nothing about bulk requests
             except (StorageRefused, StorageFailed):
                 self._delete(keys, bulk=False)
                 self._bulk = False  # it went well one by one: what failed was the bulk request
@@ -175,23 +202,23 @@ class ObstoreClient:
         return self._store[0 if bulk else 1]
 
     def _connect(self, *, bulk: bool) -> Any:
+        from obstore.exceptions import UnknownConfigurationKeyError  # noqa: PLC0415
         from obstore.store import S3Store  # noqa: PLC0415
 
         mine = self._settings
         config: dict[str, Any] = {
             "region": mine.region,
             "virtual_hosted_style_request": not mine.path_style,
-            "unsigned_payload": not mine.plain,  # TLS detects damage; without it the server must
+            "unsigned_payload": self._unsigned,
             "disable_bulk_delete": not bulk,
             "disable_tagging": True,
         }
-        if mine.endpoint_url is not None:
-            config["endpoint"] = _endpoint(mine)
-        if self._options.get("anon"):
-            config["skip_signature"] = True
-        else:
+        anonymous = bool(self._options.resolved("anon"))
+        config["skip_signature"] = anonymous  # else by the environment
+        if not anonymous:
             config["credential_provider"] = self._credentials()
-        return S3Store(
+        make = partial(
+            S3Store,
             mine.bucket,
             client_options={
                 "allow_http": True,
@@ -202,6 +229,12 @@ class ObstoreClient:
             retry_config=_ONCE,
             **config,
         )
+        if mine.endpoint_url is None:
+            return make()
+        try:  # AWS_ENDPOINT_URL_S3 in the environment would win over `endpoint`
+            return make(aws_endpoint_url_s3=_endpoint(mine))
+        except UnknownConfigurationKeyError:  # an older obstore, which does not know that either
+            return make(endpoint=_endpoint(mine))
 
     def _credentials(self) -> Callable[[], dict[str, Any]]:
         """Return what gives credentials: those of the options, or by botocore's usual ways."""
@@ -283,6 +316,12 @@ def _translate(error: Exception, subject: str) -> TqFsError:
     if status:
         return s3_error(_code(error), status, message[1] if message else "", subject)
     first = text.splitlines()[0] if text else type(error).__name__
+    if "redirect" in first:  # 301 of another region's server, which names no place to go to
+        return s3_error("", 301, "redirected", subject)
+    if "invalid path" in first:
+        return StorageRefused(
+            first[:300], subject=subject, remedy="remove that object, or use driver s3fs"
+        )
     if "HTTP error" in first or "body" in first or "timed out" in text:
         return unreachable(first[:300], subject)
     return StorageFailed(first[:300], subject=subject)
@@ -301,6 +340,10 @@ class ObstoreBackend(ObjectBackend):
         When to try requests again.
     timeout_s
         Seconds to wait for a connection, and for further bytes.
+    unsigned_payload
+        Whether the signature leaves out the SHA-256 of what is sent, which takes half of the
+        client's processor time. None: over TLS, which detects damage itself. True over plain HTTP
+        is for networks that are trusted not to damage anything.
     """
 
     def __init__(
@@ -310,12 +353,14 @@ class ObstoreBackend(ObjectBackend):
         *,
         retry: Retry | None = None,
         timeout_s: float = 30.0,
+        unsigned_payload: bool | None = None,
         at: Callable[[str], None] | None = None,
     ) -> None:
         options, retry = options or StorageOptions(), retry or Retry()
-        self._made_of = (url, options, retry, timeout_s)
+        self._made_of = (url, options, retry, timeout_s, unsigned_payload)
         bucket, root = split(url)
-        client = ObstoreClient(settings_of(bucket, options, timeout_s), options)
+        settings = settings_of(bucket, options, timeout_s)
+        client = ObstoreClient(settings, options, unsigned_payload=unsigned_payload)
         super().__init__(url, root, client, retry=retry, **({"at": at} if at else {}))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -324,6 +369,12 @@ class ObstoreBackend(ObjectBackend):
 
 
 def _obstore_again(
-    url: str, options: StorageOptions, retry: Retry, timeout_s: float
+    url: str,
+    options: StorageOptions,
+    retry: Retry,
+    timeout_s: float,
+    unsigned_payload: bool | None,
 ) -> ObstoreBackend:
-    return ObstoreBackend(url, options, retry=retry, timeout_s=timeout_s)
+    return ObstoreBackend(
+        url, options, retry=retry, timeout_s=timeout_s, unsigned_payload=unsigned_payload
+    )

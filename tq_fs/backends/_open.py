@@ -10,10 +10,14 @@ from tq_fs.backends._objects import ObjectBackend
 from tq_fs.backends._obstore import ObstoreBackend
 from tq_fs.backends._retry import Retry
 from tq_fs.errors import DependencyMissing, InvalidConfig
-from tq_fs.storage_options import StorageOptions
+from tq_fs.storage_options import StorageOptions, without_secrets
 
 _S3 = ("s3", "s3a")
-_KNOWN = "s3://bucket/prefix, or a URL of what fsspec serves: memory://, gs://, abfs://, sftp:// …"
+_UNWRITABLE = ("http", "https")
+_KNOWN = (
+    "file:///absolute/folder, s3://bucket/prefix, and what fsspec serves: memory://, gs://, "
+    "abfs://, sftp:// …"
+)
 
 
 def open_object_backend(
@@ -39,8 +43,17 @@ def open_object_backend(
     DependencyMissing
     """
     scheme = urlsplit(url).scheme
+    shown = without_secrets(url)
     if not scheme or "://" not in url:
-        raise InvalidConfig("is no URL of a store", subject=repr(url), remedy=f"known: {_KNOWN}")
+        raise InvalidConfig("is no URL of a store", subject=repr(shown), remedy=f"known: {_KNOWN}")
+    if scheme in _UNWRITABLE:
+        raise InvalidConfig(
+            f"{scheme}:// cannot be written to", subject=repr(shown), remedy=f"known: {_KNOWN}"
+        )
+    if not _installed("fsspec"):
+        raise DependencyMissing(
+            "fsspec is not installed", subject=shown, remedy="pip install 'tq-fs[s3]'"
+        )
     if scheme in _S3 and not _installed("s3fs"):
         raise DependencyMissing(
             "s3fs is not installed", subject="an s3:// store", remedy="pip install 'tq-fs[s3]'"

@@ -16,6 +16,11 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+def _uniform(low: float, high: float) -> float:
+    """Return a random number; by name, so that a pickle does not carry the generator's state."""
+    return random.uniform(low, high)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
     """Exponential backoff with full jitter: the wait before try n is a random part of its bound.
@@ -37,7 +42,7 @@ class Retry:
     most_s: float = 5.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    uniform: Callable[[float, float], float] = field(default=random.uniform)
+    uniform: Callable[[float, float], float] = field(default=_uniform)
 
     def call(self, request: Callable[[], T], *, renew: Callable[[], None]) -> T:
         """Return what `request` returns, once it succeeds.
@@ -54,18 +59,19 @@ class Retry:
         TqFsError
             A failure that will not pass, at once.
         """
+        start = self.clock()
         try:
-            return request()  # the common case costs no more than this
+            return request()
         except (RetryError, CredentialsExpired) as error:
-            return self._again(request, error, renew)
+            return self._again(request, error, renew, start)
 
     def _again(
         self,
         request: Callable[[], T],
         error: RetryError | CredentialsExpired,
         renew: Callable[[], None],
+        start: float,
     ) -> T:
-        start = self.clock()
         tries = 1
         renewed = False
         while True:

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from tq_fs.errors import (
     BucketMissing,
     ClockSkewed,
     CredentialsExpired,
     CredentialsMissing,
+    DependencyMissing,
     InvalidConfig,
     ObjectMissing,
     StorageDenied,
@@ -23,7 +25,7 @@ from tq_fs.errors import (
     TqFsError,
     WrongRegion,
 )
-from tq_fs.storage_options import StorageOptions
+from tq_fs.storage_options import StorageOptions, without_secrets
 
 OPTIONS = (
     *("endpoint_url", "region", "addressing_style"),
@@ -82,6 +84,7 @@ def settings_of(bucket: str, options: StorageOptions, timeout_s: float) -> S3Set
             subject="storage_options of an s3:// store",
             remedy=f"known are {list(OPTIONS)}",
         )
+    _check_credentials(options)
     profile = options.text("profile")
     configured = _profile(profile)
     endpoint = options.text("endpoint_url") or _environment(_ENDPOINT) or configured["endpoint_url"]
@@ -91,8 +94,8 @@ def settings_of(bucket: str, options: StorageOptions, timeout_s: float) -> S3Set
         raise InvalidConfig(
             f"{style!r}", subject="addressing_style", remedy="auto, path or virtual"
         )
-    if endpoint and not re.match(r"https?://[^/]", endpoint):
-        raise InvalidConfig(f"{endpoint!r} is no http:// or https:// URL", subject="endpoint_url")
+    if endpoint:
+        _check_endpoint(endpoint)
     return S3Settings(
         bucket=bucket,
         endpoint_url=endpoint.rstrip("/") if endpoint else None,
@@ -103,15 +106,39 @@ def settings_of(bucket: str, options: StorageOptions, timeout_s: float) -> S3Set
     )
 
 
+def _check_credentials(options: StorageOptions) -> None:
+    """Refuse half a pair, for which one driver or another would take the environment's."""
+    if ("key" in options) != ("secret" in options) or ("token" in options and "key" not in options):
+        raise InvalidConfig(
+            f"only {[n for n in ('key', 'secret', 'token') if n in options]} given",
+            subject="storage_options of an s3:// store",
+            remedy="give key and secret (and token), or none of them and the environment's",
+        )
+
+
+def _check_endpoint(endpoint: str) -> None:
+    found = urlsplit(endpoint)
+    if "@" in endpoint or found.query or found.fragment:
+        raise InvalidConfig(
+            f"{without_secrets(endpoint)!r} was given with more than an address",
+            subject="endpoint_url",
+            remedy="credentials belong into key and secret",
+        )
+    if not re.match(r"https?://[^/]", endpoint):
+        raise InvalidConfig(f"{endpoint!r} is no http:// or https:// URL", subject="endpoint_url")
+
+
 def _environment(names: tuple[str, ...]) -> str | None:
     return next((os.environ[n] for n in names if os.environ.get(n)), None)
 
 
 def _profile(name: str | None) -> dict[str, str | None]:
     """Return what the AWS configuration files say of a profile."""
-    import botocore.exceptions  # noqa: PLC0415  # optional, and slow to import
-    import botocore.session  # noqa: PLC0415
-
+    try:
+        import botocore.exceptions  # noqa: PLC0415  # optional, and slow to import
+        import botocore.session  # noqa: PLC0415
+    except ImportError as error:
+        raise missing("botocore", "s3") from error
     try:
         found = botocore.session.Session(profile=name).get_scoped_config()
     except botocore.exceptions.ProfileNotFound as error:
@@ -165,6 +192,12 @@ _KINDS = (
     ),
     _kind(BucketMissing, "NoSuchBucket", (), "create the bucket, or correct the store's URL"),
     _kind(
+        StorageRefused,
+        "NotImplemented",
+        (501,),
+        "this server cannot do that: use another one",
+    ),
+    _kind(
         StorageFailed,
         "RequestTimeout InternalError XAmzContentSHA256Mismatch BadDigest IncompleteBody "
         "OperationAborted",
@@ -212,4 +245,13 @@ def no_credentials(text: str, subject: str) -> CredentialsMissing:
         subject=subject,
         remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or key and secret in "
         "storage_options",
+    )
+
+
+def missing(library: str, extra: str) -> DependencyMissing:
+    """Return the error of an optional library that is not there."""
+    return DependencyMissing(
+        f"{library} is not installed",
+        subject="an object store",
+        remedy=f"pip install 'tq-fs[{extra}]'",
     )

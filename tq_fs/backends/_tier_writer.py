@@ -12,12 +12,12 @@ from typing import Literal, get_args
 from tq_fs.backends._base import Buffer
 from tq_fs.backends._files import nbytes
 from tq_fs.backends._front import Found, Front
-from tq_fs.backends._group_files import GroupFiles, UploadCancelled
+from tq_fs.backends._group_files import GroupFiles, Upload, UploadCancelled
 from tq_fs.backends._objects import ObjectBackend, new_attempt
 from tq_fs.backends._places import parent_of, place_of
 from tq_fs.backends._seldom import Seldom
 from tq_fs.backends._traffic import Traffic
-from tq_fs.backends._uploads import Upload, UploadQueue
+from tq_fs.backends._uploads import UploadQueue
 from tq_fs.budget import ByteBudget
 from tq_fs.errors import (
     InvalidConfig,
@@ -192,21 +192,24 @@ class TierWriter:
         self._check_open()
         if place_of(prefix) not in (None, prefix):
             self.queue.settle(prefix)  # a part of a group, the rest of which stays
-        cancelled = self.queue.cancel(prefix)
+        cancelled: list[Upload] = []
         try:
-            with self._traffic.on(prefix, below=True):
-                cancelled += self.queue.cancel(prefix)
-                self._at("delete begun")
-                found = self.front.remove(prefix)  # first: what stays here would be uploaded again
-                self._at("front deleted")
-                if not _never_left(prefix, cancelled):
-                    found |= self._back.delete(prefix)
-                return found
+            # Out of the queue before its turn: who publishes below may wait for room there.
+            with self.queue.barred(prefix) as cancelled, self._traffic.on(prefix, below=True):
+                return self._delete(prefix, cancelled)
         except BaseException:
             for upload in cancelled:
                 if self.front.is_only_here(upload.place):
                     self.queue.put(Upload(upload.place, upload.sizes), reserved=False)
             raise
+
+    def _delete(self, prefix: str, cancelled: Sequence[Upload]) -> bool:
+        self._at("delete begun")
+        found = self.front.remove(prefix)  # first: what stays here would be uploaded again
+        self._at("front deleted")
+        if not _never_left(prefix, cancelled):
+            found |= self._back.delete(prefix)
+        return found
 
     # ------------------------------------------------------------ start and end
 

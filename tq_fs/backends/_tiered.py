@@ -183,10 +183,10 @@ class TieredBackend:
         """
         return self._writing().publish(prefix, members, fresh=fresh)
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, *, urgent: bool = False) -> None:
         """Write one small object whole, into the object store only."""
         self._writing()
-        self.back.put(key, data)
+        self.back.put(key, data, urgent=urgent)
 
     def delete(self, prefix: str) -> bool:
         """Remove an object or everything below a prefix from both tiers and the node's cache.

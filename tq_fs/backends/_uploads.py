@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from tq_fs.backends._group_files import Upload
 from tq_fs.backends._places import Places, place_of
 from tq_fs.backends._seldom import Seldom
 from tq_fs.errors import (
@@ -21,51 +22,6 @@ from tq_fs.errors import (
 
 _log = logging.getLogger(__name__)
 _NEVER = float("inf")
-
-
-@dataclass(slots=True, eq=False)
-class Upload:
-    """A group that waits for its upload; all but the first attributes belong to the queue.
-
-    Attributes
-    ----------
-    place
-        Where the group lies, and will lie.
-    sizes
-        Its members' sizes [bytes].
-    fresh
-        Nothing of any group lay at its prefix before.
-    begun
-        Something of it may have been uploaded.
-    cancelled
-        It is to be removed: who uploads it stops.
-    done
-        It was uploaded, or cancelled.
-    tries
-        How often it failed.
-    failed_at
-        Which failure of the queue its last one was, counted from 1.
-    due
-        When it may be tried again [monotonic seconds].
-    error
-        Of the last try.
-    """
-
-    place: str
-    sizes: Mapping[str, int]
-    fresh: bool = False
-    begun: bool = False
-    cancelled: bool = False
-    done: bool = False
-    tries: int = 0
-    failed_at: int = 0
-    due: float = 0.0
-    error: TqFsError | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its members."""
-        return sum(self.sizes.values())
 
 
 class UploadQueue:
@@ -120,6 +76,7 @@ class UploadQueue:
         self._waiting: OrderedDict[str, Upload] = OrderedDict()
         self._paused: dict[str, Upload] = {}
         self._running: set[Upload] = set()
+        self._bars: list[tuple[str, list[Upload]]] = []
         self._threads: list[threading.Thread] = []
         self._closing = self._stopped = False
         self._last_error: TqFsError | None = None
@@ -197,6 +154,11 @@ class UploadQueue:
                 self._used += upload.nbytes
             self._all[upload.place] = upload
             self._waiting[upload.place] = upload
+            for beginning, out in self._bars:
+                if f"{upload.place}/".startswith(beginning):
+                    out.append(upload)
+                    self._cancel(upload)
+                    return
             if len(self._threads) < self._most_threads and not self._stopped:
                 name = f"tq-fs-upload-{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
@@ -236,15 +198,33 @@ class UploadQueue:
         if upload.place in self._waiting:
             self._waiting.move_to_end(upload.place, last=False)
 
-    def cancel(self, prefix: str) -> list[Upload]:
-        """Take groups at or below a prefix out; an upload in flight stops at its next member."""
+    @contextmanager
+    def barred(self, prefix: str) -> Iterator[list[Upload]]:
+        """Take groups at or below a prefix out, also those that are put meanwhile.
+
+        An upload in flight stops at its next member.
+
+        Yields
+        ------
+        list of Upload
+            What was taken out, up to now.
+        """
         with self._turn:
-            found = [upload for _, upload in self._all.below(prefix)]
-            for upload in found:
-                upload.cancelled = True
-                self._end(upload)
-            self._turn.notify_all()
-        return found
+            out = [upload for _, upload in self._all.below(prefix)]
+            bar = (f"{prefix}/", out)
+            self._bars.append(bar)
+            for upload in out:
+                self._cancel(upload)
+        try:
+            yield out
+        finally:
+            with self._turn:
+                self._bars = [other for other in self._bars if other is not bar]
+
+    def _cancel(self, upload: Upload) -> None:
+        upload.cancelled = True
+        self._end(upload)
+        self._turn.notify_all()
 
     def _end(self, upload: Upload) -> None:
         """Forget a group that is uploaded or cancelled."""

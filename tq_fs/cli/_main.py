@@ -47,6 +47,17 @@ example:
   tq-fs bench step --tokens 16384 --json -
 """
 
+_S3 = """\
+Measures an object store through both drivers against http.client and s3fs: objects of 0.66 MB,
+whole Steps and objects of 8 MiB, eight requests at once, interleaved, medians of paired ratios; and
+the memory that recording through a write-back tier takes. Without --url it starts a server of its
+own; with one it uses the environment's settings, and removes what it wrote.
+
+example:
+  tq-fs bench s3 --server minio
+  tq-fs bench s3 --url s3://bucket/prefix --json -
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
@@ -74,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure", description="Measurements.")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     _add_step(benches)
+    _add_s3(benches)
     return parser
 
 
@@ -150,6 +162,40 @@ def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=_step)
 
 
+def _add_s3(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "s3",
+        help="an object store, written and read",
+        description=_S3,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", help="measure below this URL, s3://bucket/prefix")
+    where.add_argument(
+        "--server",
+        choices=("auto", "moto", "minio"),
+        default="auto",
+        help="server to start; auto: MinIO's code where it is installed (default: %(default)s)",
+    )
+    add = parser.add_argument
+    add("--repeats", type=_positive, default=9, help="counted rounds (default: %(default)s)")
+    add(
+        "--objects",
+        type=_positive,
+        default=64,
+        help="objects of 0.66 MB, or Steps, in a timed run (default: %(default)s)",
+    )
+    add(
+        "--write-back-bytes",
+        type=_whole,
+        default=8 * 1024**3,
+        metavar="N",
+        help="bytes recorded through a write-back tier; 0: leave it out (default: %(default)s)",
+    )
+    add("--json", metavar="FILE", help="write the figures as one JSON object; - is standard output")
+    parser.set_defaults(run=_s3)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from tq_fs.demo.run import run  # noqa: PLC0415  # needs torch
 
@@ -203,6 +249,31 @@ def _step(arguments: argparse.Namespace) -> int:
         else:
             Path(arguments.json).write_text(text + "\n")
     return 0
+
+
+def _s3(arguments: argparse.Namespace) -> int:
+    from tq_fs.bench import s3  # noqa: PLC0415  # only this command needs it
+
+    console = Console(stderr=arguments.json == "-")
+    bench = s3.S3Bench(
+        url=arguments.url,
+        server=arguments.server,
+        repeats=arguments.repeats,
+        objects=arguments.objects,
+        write_back_bytes=arguments.write_back_bytes,
+    )
+    measured = s3.measure(bench, console)
+    s3.show(bench, measured, console)
+    if arguments.json:
+        _write_json(s3.document(bench, measured), arguments.json)
+    return 0
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
 
 
 def _positive(text: str) -> int:

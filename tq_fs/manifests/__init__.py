@@ -1,6 +1,6 @@
 """What a reference means: versioned JSON documents, their checks, and the catalog of a store."""
 
-from tq_fs.manifests._catalog import MANIFEST, TRAJECTORY, Catalog, Entry, Found, Resolved
+from tq_fs.manifests._catalog import MANIFEST, TRAJECTORY, Catalog, Entry, Found, Resolved, fetch
 from tq_fs.manifests._check import check_manifest, check_segment
 from tq_fs.manifests._models import (
     MANIFEST_SCHEMA,
@@ -41,5 +41,6 @@ __all__ = [
     "check_segment",
     "decode",
     "encode",
+    "fetch",
     "json_schema",
 ]

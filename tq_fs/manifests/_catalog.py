@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tq_fs.backends import Backend
 from tq_fs.errors import (
-    ManifestCorrupt,
+    CorruptError,
     ObjectMissing,
     SegmentMissing,
     StaleReference,
@@ -31,6 +31,7 @@ from tq_fs.manifests._models import (
 )
 from tq_fs.steps import StepEntry
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 TRAJECTORY = "trajectory.msgpack"
 _ROOT = "manifests"
@@ -135,10 +136,13 @@ class Catalog:
         Each epoch has a document of its own: a Controller that does not know yet that it was
         replaced cannot undo what a later one wrote.
         """
-        self._backend.put(f"{self._prefix(incarnation)}/{_state_name(state.epoch)}", encode(state))
+        key = f"{self._prefix(incarnation)}/{_state_name(state.epoch)}"
+        self._backend.put(key, encode(state), urgent=True)
 
     def drop(self, incarnation: Incarnation) -> None:
         """Remove a manifest and its state; idempotent."""
+        # The manifest goes before the rest, for its name is the first: without it the rest is
+        # nothing, while it would bring back to life what the state says is released.
         self._backend.delete(self._prefix(incarnation))
         with self._lock:
             gone = self._cache.pop(incarnation, None)
@@ -184,16 +188,17 @@ class Catalog:
         found = self._find(incarnation)
         return found.manifest if found else None
 
-    def trajectory(self, path: str) -> bytes:
+    def trajectory(self, path: str, decode: Callable[[bytes], T]) -> T:
         """Return the resident fields that lie at an incarnation's path.
 
         Raises
         ------
         TrajectoryMissing
             They were not kept when the session was finalized.
+        ManifestCorrupt
         """
         try:
-            return self._backend.get(f"{_ROOT}/{path}/{TRAJECTORY}")
+            return fetch(self._backend, f"{_ROOT}/{path}/{TRAJECTORY}", decode)[0]
         except ObjectMissing as error:
             raise TrajectoryMissing(
                 "its resident fields were not kept",
@@ -270,15 +275,7 @@ class Catalog:
             return None  # released as a whole in the meantime
 
     def _document(self, key: str, kind: type[Document]) -> tuple[Document, int]:
-        """Return a document and its size; read once more where the way to it may be at fault."""
-        data = self._backend.get(key)
-        try:
-            return decode(data, kind, key), len(data)
-        except ManifestCorrupt:
-            if not self._backend.distrust(key):
-                raise
-            data = self._backend.get(key)
-            return decode(data, kind, key), len(data)
+        return fetch(self._backend, key, lambda data: decode(data, kind, key))
 
     def _remember(self, manifest: SessionManifest, nbytes: int) -> _Cached:
         steps = {step.index: step for step in manifest.steps}
@@ -308,6 +305,23 @@ class Catalog:
             "no such Segment: never finalized, discarded, or released by all its consumers",
             subject=str(ref),
         )
+
+
+def fetch(backend: Backend, key: str, decode: Callable[[bytes], T]) -> tuple[T, int]:
+    """Return a document and its size; read once more where the way to it may be at fault.
+
+    Raises
+    ------
+    ObjectMissing, CorruptError
+    """
+    data = backend.get(key)
+    try:
+        return decode(data), len(data)
+    except CorruptError:
+        if not backend.distrust(key):
+            raise
+        data = backend.get(key)
+        return decode(data), len(data)
 
 
 def _state_name(epoch: int) -> str:

@@ -153,8 +153,13 @@ class Trajectory:
         with self._lock:
             return [self._records[i] for i in sorted(self._records)]
 
-    def close(self, why: str) -> None:
+    def close(self, why: str, *, again: bool = False) -> None:
         """Let no further Step in.
+
+        Parameters
+        ----------
+        again
+            It may have been closed before for the same reason.
 
         Raises
         ------
@@ -162,7 +167,8 @@ class Trajectory:
             It was closed before.
         """
         with self._lock:
-            self._check_open()
+            if not (again and self._closed == why):
+                self._check_open()
             self._closed = why
 
     def reopen(self) -> None:
