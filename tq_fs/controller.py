@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
@@ -284,7 +284,10 @@ class Controller:
                 self._note(incarnation, wanted)
                 self._released[incarnation] = wanted
         gone = _needed(manifest, before) - _needed(manifest, after)
-        self._clear(unit, [StepKey(incarnation, i).path for i in sorted(gone)])
+        places = [StepKey(incarnation, i).path for i in sorted(gone)]
+        if _all(manifest, after):
+            places = [f"steps/{incarnation.path}"]  # one listing, where a listing is a request
+        self._clear(unit, places)
         cold = _needed(manifest, set()) - _needed(manifest, set.union(*wanted.values())) - gone
         unit.cool(StepKey(incarnation, i) for i in cold)
         return len(gone)
@@ -331,10 +334,11 @@ class Controller:
             if rebuild and held.path in self._unreadable and self._rebuild(held):
                 rebuilt.append(held.path)
                 continue
+            self._look_again(held.path, loaded)
             self._clear(unit, sweep.strays(held))
         for path in loaded.abandoned:
             self._catalog.clear(path)
-        for incarnation in loaded.ended:
+        for incarnation in loaded.ended.values():
             self._catalog.drop(incarnation)
         self._unreadable = [path for path in self._unreadable if path not in rebuilt]
         return replace(
@@ -355,6 +359,7 @@ class Controller:
         sweep = Sweep(loaded.wanted)
         assert self._unit is not None
         for held in self._unit.inventory():
+            self._look_again(held.path, loaded)
             sweep.strays(held)
         return replace(
             self._summary(loaded),
@@ -368,43 +373,52 @@ class Controller:
 
     def _load(self) -> _Loaded:
         loaded = _Loaded()
-        for entry, found in self._read_all():
-            if isinstance(found, Exception):
-                _log.error(
-                    "manifest of %s is left alone, and its Steps", entry.path, exc_info=found
-                )
-                self._unreadable.append(entry.path)
-                loaded.wanted[entry.path] = None
-            elif found is None:
-                loaded.abandoned.append(entry.path)  # a finalize that was not finished
+        for path, found in self._read_all():
+            if found is None:
+                loaded.abandoned.add(path)  # a finalize that was not finished
             else:
-                self._take(found, loaded)
+                self._take(path, found, loaded)
         return loaded
 
-    def _take(self, found: Found, loaded: _Loaded) -> None:
+    def _look_again(self, path: str, loaded: _Loaded) -> None:
+        """Ask for the manifest of Steps that would be swept: no listing is trusted with them."""
+        if path in loaded.wanted or path in loaded.ended or path in loaded.abandoned:
+            return
+        found = self._read(path)
+        if found is not None:
+            self._take(path, found, loaded)
+
+    def _take(self, path: str, found: Found | Exception, loaded: _Loaded) -> None:
+        if isinstance(found, Exception):
+            _log.error("manifest of %s is left alone, and its Steps", path, exc_info=found)
+            self._unreadable.append(path)
+            loaded.wanted[path] = None
+            return
         manifest, state = found
         released = {c: set(state.released.get(c, ())) for c in manifest.consumers}
         done = _done(released)
         if _all(manifest, done):
-            loaded.ended.append(manifest.incarnation)
+            loaded.ended[path] = manifest.incarnation
             return
         self._released[manifest.incarnation] = released
         needed = _needed(manifest, done)
         loaded.add(manifest, [s for s in manifest.steps if s.index in needed], len(done))
 
-    def _read_all(self) -> Iterator[tuple[Entry, Found | Exception | None]]:
+    def _read_all(self) -> Iterator[tuple[str, Found | Exception | None]]:
         """Yield all manifests with their states, read side by side where there is a pool."""
 
-        def read(entry: Entry) -> Found | Exception | None:
-            try:
-                return self._catalog.read(entry.path, entry.names)
-            except (CorruptError, ConflictError, InvalidSegment) as error:
-                return error
+        def read(entry: Entry) -> tuple[str, Found | Exception | None]:
+            return entry.path, self._read(entry.path, entry.names) or self._read(entry.path)
 
         entries = self._catalog.entries()
         while some := list(itertools.islice(entries, _BATCH)):
-            found = self._pool.map(read, some) if self._pool is not None else map(read, some)
-            yield from zip(some, found, strict=True)
+            yield from self._pool.map(read, some) if self._pool is not None else map(read, some)
+
+    def _read(self, path: str, names: Collection[str] | None = None) -> Found | Exception | None:
+        try:
+            return self._catalog.read(path, names)
+        except (CorruptError, ConflictError, InvalidSegment) as error:
+            return error
 
     def _rebuild(self, held: Inventory) -> bool:
         """Make a manifest anew; False where what is left does not say how."""
@@ -436,8 +450,8 @@ class _Loaded:
 
     summary: Recovery = field(default_factory=Recovery)
     wanted: dict[str, Mapping[str, Objects] | None] = field(default_factory=dict)
-    abandoned: list[str] = field(default_factory=list)
-    ended: list[Incarnation] = field(default_factory=list)
+    abandoned: set[str] = field(default_factory=set)
+    ended: dict[str, Incarnation] = field(default_factory=dict)
 
     def add(self, manifest: SessionManifest, steps: Sequence[StepEntry], released: int) -> None:
         before = self.summary
