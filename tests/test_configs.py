@@ -1,0 +1,98 @@
+"""The example configurations open real stores, and tell the real defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tq_fs
+from tests._rollouts import assert_batch, record, specs, standard_fields
+from tq_fs import StoreConfig, TierConfig
+
+CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
+NAMES = ("local-nvme", "s3", "minio", "tiered")
+FIELDS = standard_fields()
+LINE = re.compile(r"^(?P<indent> *)(?P<key>[a-z_]+):(?P<rest>.*)$")
+OPTIONS = {"endpoint_url", "region", "profile", "addressing_style", "key", "secret"}
+
+
+def commented(name: str) -> dict[str, str]:
+    """Return each key's comment, dotted where it stands below another."""
+    found, above = {}, ""
+    for line in (CONFIGS / f"{name}.yaml").read_text().splitlines():
+        match = LINE.match(line)
+        if match is None:
+            continue
+        if not match["indent"]:
+            above = match["key"]
+        key = match["key"] if not match["indent"] else f"{above}.{match['key']}"
+        found[key] = match["rest"].partition("  # ")[2]
+    return found
+
+
+def default_of(key: str) -> Any:
+    kind: Any = TierConfig if key.startswith("tier.") else StoreConfig
+    (field,) = [f for f in dataclasses.fields(kind) if f.name == key.removeprefix("tier.")]
+    return field.default
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_configuration_is_valid(name: str) -> None:
+    config = StoreConfig.from_yaml(CONFIGS / f"{name}.yaml")
+    assert config.url is not None
+    assert (config.tier is not None) == (name == "tiered")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_tells_its_default(name: str) -> None:
+    for key, comment in commented(name).items():
+        if key == "tier.folder":
+            assert comment.startswith("no default. ")
+            continue
+        assert comment.startswith("default: "), key
+        if key.startswith("storage_options") or key in ("tier", "url"):
+            continue
+        said = re.match(r"default: ([^\s,]+?)[.,]?(\s|$)", comment)
+        assert said is not None, key
+        want = default_of(key)
+        if want is None:
+            assert said[1] in ("none", "all"), key
+        else:
+            assert yaml.safe_load(said[1]) == want, key
+
+
+def test_every_key_stands_in_an_example() -> None:
+    told = {key for name in NAMES for key in commented(name)}
+    want = {f.name for f in dataclasses.fields(StoreConfig)}
+    want |= {f"tier.{f.name}" for f in dataclasses.fields(TierConfig)}
+    want |= {f"storage_options.{name}" for name in OPTIONS}
+    assert told == want
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["local-nvme", *(pytest.param(n, marks=pytest.mark.s3) for n in ("s3", "minio", "tiered"))],
+)
+def test_an_example_configuration_opens_a_store(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    if name == "local-nvme":
+        values["url"] = tmp_path.as_uri()
+    else:
+        values["url"] = f"s3://{request.getfixturevalue('bucket')}/tq-fs"
+        values.get("storage_options", {}).pop("profile", None)  # this machine has none
+        values.get("storage_options", {}).pop("region", None)
+    if name == "tiered":
+        values["tier"]["folder"] = str(tmp_path / "front")
+    config = StoreConfig.of(values)
+    assert config.url is not None
+    with tq_fs.open_store(config.url, fields=specs(FIELDS), config=config) as store:
+        segments, want = record(store, "a", 1)
+        assert_batch(store.hydrate(segments), want)
+        assert len(list(store.unreleased())) == len(segments)
