@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
+import tq_fs
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 COMMAND = re.compile(r"`((?:tq-fs|python|make) [^`]+)`")
 # What makes a long command short; the last of two equal options counts.
-SHORTER = {"tq-fs bench step": "--tokens 64 --layers 4 --topk 2 --repeats 1 --root {tmp}"}
+SHORTER = {
+    "tq-fs bench step": "--tokens 64 --layers 4 --topk 2 --repeats 1 --root {tmp}",
+    "tq-fs bench s3": "--server moto --objects 8 --repeats 1 --write-back-bytes 1000000",
+}
+BUCKET = "s3://my-bucket/"  # of the pages; a bucket of the test's own takes its place
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -47,8 +53,14 @@ def test_python_in_the_documentation_runs(page: str, code: str, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
-def test_commands_in_the_documentation_run(command: str, tmp_path: Path) -> None:
+def test_commands_in_the_documentation_run(
+    command: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     line = command
+    if BUCKET in command:
+        line = command = command.replace(BUCKET, f"s3://{request.getfixturevalue('bucket')}/")
+        url = re.findall(r"s3://\S+", command)[0]
+        tq_fs.open_store(url, fields=[tq_fs.logprobs()], store_id="run-1").close()
     for start, more in SHORTER.items():
         if command.startswith(start):
             line = f"{command} {more.format(tmp=tmp_path)}"

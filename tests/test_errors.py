@@ -21,6 +21,8 @@ CODES = {
     "RetryError": "retry",
     "StoreBusy": "store_busy",
     "StorageFailed": "storage_failed",
+    "StorageThrottled": "storage_throttled",
+    "StorageUnreachable": "storage_unreachable",
     "CapacityError": "capacity",
     "StorageFull": "storage_full",
     "BackpressureTimeout": "backpressure_timeout",
@@ -45,8 +47,11 @@ CODES = {
     "WrongStore": "wrong_store",
     "StaleReference": "stale_reference",
     "ReadOnlyStore": "read_only",
+    "StoreFenced": "store_fenced",
     "MissingError": "missing",
     "ObjectMissing": "object_missing",
+    "BucketMissing": "bucket_missing",
+    "TrajectoryMissing": "trajectory_missing",
     "StepMissing": "step_missing",
     "SegmentMissing": "segment_missing",
     "FieldMissing": "field_missing",
@@ -56,6 +61,11 @@ CODES = {
     "ManifestCorrupt": "manifest_corrupt",
     "FormatTooNew": "format_too_new",
     "StorageDenied": "storage_denied",
+    "CredentialsMissing": "credentials_missing",
+    "CredentialsExpired": "credentials_expired",
+    "ClockSkewed": "clock_skewed",
+    "StorageRefused": "storage_refused",
+    "WrongRegion": "wrong_region",
     "DependencyMissing": "dependency_missing",
 }
 
@@ -105,6 +115,8 @@ def test_crosses_processes_whole(kind: type[TqFsError], clone: object) -> None:
         (errors.InputError, ValueError),
         (errors.StepTooLarge, ValueError),
         (errors.MissingError, LookupError),
+        (errors.BucketMissing, LookupError),
+        (errors.TrajectoryMissing, LookupError),
         (errors.DependencyMissing, ImportError),
     ],
 )
@@ -121,3 +133,19 @@ def test_no_room_is_waited_for_that_cannot_come() -> None:
     """A handler of CapacityError releases and tries again; a Step too large never fits."""
     assert issubclass(errors.StepTooLarge, errors.InputError)
     assert issubclass(errors.WrongProcess, errors.ConflictError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (errors.StorageThrottled, errors.StorageFailed),  # and so it is tried again
+        (errors.StorageUnreachable, errors.StorageFailed),
+        (errors.CredentialsMissing, errors.StorageDenied),
+        (errors.CredentialsExpired, errors.StorageDenied),
+        (errors.ClockSkewed, errors.StorageDenied),
+    ],
+)
+def test_a_finer_error_is_caught_as_the_coarser_one(
+    kind: type[TqFsError], base: type[TqFsError]
+) -> None:
+    assert issubclass(kind, base)

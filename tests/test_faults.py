@@ -19,6 +19,7 @@ from tests._rollouts import (
     Op,
     Rollout,
     assert_batch,
+    assert_segment,
     empty_folders,
     open_store,
     routes,
@@ -235,8 +236,10 @@ def test_a_step_folder_that_is_gone_is_missing_never_zeros(tmp_path: Path) -> No
         step.rename(tmp_path / "elsewhere")
         with pytest.raises(StepMissing, match="Step 1 of session 's'"):
             store.hydrate(segments)
-    with open_store(tmp_path, standard_fields()) as store, pytest.raises(StepMissing):
-        store.hydrate(segments)
+    with open_store(tmp_path, standard_fields()) as store:
+        assert store.recovery.incomplete == (step.relative_to(tmp_path / "default").as_posix(),)
+        with pytest.raises(StepMissing):
+            store.hydrate(segments)
 
 
 # ---------------------------------------------------------------- killed
@@ -262,7 +265,8 @@ def at(name):
 tq_fs.places.LocalBackend = functools.partial(LocalBackend, at=at)
 fields = standard_fields()
 store = open_store(
-    Path(folder), fields, durability=durability, prepared_groups=int(prepared), writer_threads=1
+    Path(folder), fields, durability=durability, prepared_groups=int(prepared), writer_threads=1,
+    persist_trajectories=phase == "persist",
 )
 before, during = store.session("before"), store.session("during")
 turning_rollout(fields, 1).record(before)
@@ -276,7 +280,7 @@ for turn in rollout.turns:
 if phase == "discard":
     armed = True
     during.discard()
-armed = phase == "finalize"
+armed = phase in ("finalize", "persist")
 segments = during.finalize(views=VIEWS, consumers=["train", "eval"])
 store.release(segments, "eval")
 print(json.dumps([s.ref for s in segments]), flush=True)
@@ -284,22 +288,27 @@ armed = phase == "release"
 store.release(segments[:2])
 store.release(segments[2:4])
 print(json.dumps(["half"]), flush=True)
+store.release(segments[4:6])  # nobody needs Steps 1 and 3 any more
+print(json.dumps(["all but one"]), flush=True)
 store.release(segments)
 print("never reached the point")
 """
 
+DURABILITY = ("none", "batch", "step")
 STAGES = ("staged", "members written", "renamed", "acknowledged")
 VALUES = ("value written", "value renamed", "value acknowledged")
 KILLS = [
     *[("none", "record", point, 1) for point in STAGES],
     *[("step", "record", point, 1) for point in (*STAGES, "members synced")],
     ("batch", "record", "acknowledged", 1),
-    *[("none", "finalize", point, 1) for point in (*VALUES, "delete renamed")],
-    *[("step", "finalize", point, 1) for point in VALUES],
-    ("batch", "finalize", "value acknowledged", 1),
+    *[(d, "finalize", p, 1) for d in DURABILITY for p in (*VALUES, "delete renamed")],
+    # the trajectory first, and then the manifest
+    *[(d, "persist", p, nth) for d in DURABILITY for p in VALUES for nth in (1, 2)],
+    *[(d, "persist", "delete renamed", 1) for d in DURABILITY],
     ("none", "discard", "delete renamed", 1),
-    *[("none", "release", point, nth) for point in VALUES for nth in (1, 2)],
-    *[("none", "release", "delete renamed", nth) for nth in (1, 2)],
+    *[("none", "release", point, nth) for point in VALUES for nth in (1, 2, 3)],
+    # two Steps, the last Segment's manifest, and its Steps
+    *[("none", "release", "delete renamed", nth) for nth in (1, 2, 3, 4)],
 ]
 
 
@@ -330,13 +339,18 @@ def test_after_a_kill_what_was_acknowledged_is_there_and_the_rest_is_swept(
         assert_references(store, during, 2)
         if phase in ("record", "discard"):
             assert during == []
-        elif phase == "finalize":
-            assert len(during) == (0 if point == "value written" else 7)
+        elif phase in ("finalize", "persist"):
+            written = nth - (point == "value written")
+            last = 2 if phase == "persist" else 1  # the manifest is
+            assert len(during) == (7 if written == last or point == "delete renamed" else 0)
         elif point in VALUES:  # the state written down last counts
             released = 2 * (nth - 1) if point == "value written" else 2 * nth
             assert during == rest[0][released:]
         else:
-            assert during == []
+            assert during == (rest[0][6:] if nth <= 2 else [])
+        if phase == "persist":
+            assert_trajectories(store, before, 1)
+            assert_trajectories(store, during, 2)
         assert_nothing_stray(tmp_path, live, phase)
         # and on it goes, under the same session id
         rollout = turning_rollout(FIELDS, 3)
@@ -364,24 +378,44 @@ def assert_references(store: tq_fs.Store, refs: list[str], seed: int) -> None:
         assert_batch(store.hydrate(refs), want)
 
 
+def assert_trajectories(store: tq_fs.Store, refs: list[str], seed: int) -> None:
+    """Compare what was kept of Segments with the rollout that was recorded under them."""
+    rollout = turning_rollout(FIELDS, seed)
+    want = [expected for view in VIEWS for expected in rollout.expected(view)]
+    segments = list(store.segments(refs))
+    assert [segment.ref for segment in segments] == refs
+    for segment, expected in zip(segments, want if refs else [], strict=True):
+        assert_segment(segment, expected)
+
+
 def assert_nothing_stray(folder: Path, live: list[str], phase: str) -> None:
     """Compare the store's files with those that live sessions own."""
-    sessions = {tuple(ref.split("/")[1:4]) for ref in live}
+    sessions: dict[tuple[str, ...], set[int]] = {}
+    for ref in live:
+        sessions.setdefault(tuple(ref.split("/")[1:4]), set()).update(steps_of(ref))
     allowed = {"default/store.json"}
-    for session in sessions:
+    for session, steps in sessions.items():
         where = "/".join(session)
+        if phase == "persist":
+            allowed.add(f"default/manifests/{where}/trajectory.msgpack")
         allowed.add(f"default/manifests/{where}/manifest.json")
         if session[1] == "during" and phase == "release":
             allowed.add(f"default/manifests/{where}/state-00000001.json")
         names = ("logprobs/c.0", "routed_experts/c.0.0.0")
         arrays = [f"{n.split('/')[0]}/zarr.json" for n in names]
-        for step in range(4):  # the fifth holds no rows and was deleted
+        for step in steps:
             allowed |= {
                 f"default/steps/{where}/{step:06d}/{name}"
                 for name in ("zarr.json", *names, *arrays)
             }
     assert tree(folder) == allowed
-    assert len(visible_steps(folder)) == 4 * len(sessions)
+    assert len(visible_steps(folder)) == sum(map(len, sessions.values()))
+
+
+def steps_of(ref: str) -> set[int]:
+    """Return the Steps that a Segment needs: the fifth holds no rows and was deleted."""
+    view, index = ref.rsplit("/", 2)[1:]
+    return set(turning_rollout(FIELDS).expected(view)[int(index)].steps) - {4}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -389,8 +423,8 @@ def assert_nothing_stray(folder: Path, live: list[str], phase: str) -> None:
     [
         ("record", "staged", 1),
         ("discard", "delete renamed", 1),
-        ("release", "delete renamed", 1),
-        ("release", "delete renamed", 2),
+        ("persist", "value renamed", 1),
+        *[("release", "delete renamed", nth) for nth in (1, 2, 3, 4)],
     ],
 )
 def test_no_empty_folders_are_left_after_a_kill(

@@ -40,7 +40,14 @@ from tq_fs.errors import (
 )
 from tq_fs.keys import Incarnation, SegmentRef, StepKey
 from tq_fs.manifests import SessionManifest, SessionState, StoreDocument
-from tq_fs.steps import EncodeOptions, FieldArray, Scratch, encode_step, read_attributes
+from tq_fs.steps import (
+    EncodeOptions,
+    FieldArray,
+    Scratch,
+    StepEntry,
+    encode_step,
+    read_attributes,
+)
 from tq_fs.trajectory import (
     ClosedSession,
     StepRecord,
@@ -63,19 +70,30 @@ def golden_arrays() -> dict[str, Any]:
     whole[1] = -1
     parts = (np.arange(11 * 3 * 2, dtype=np.int32).reshape(11, 3, 2) * 7) % 300
     parts[4, 1, 0] = parts[10, 2, 1] = -1
+    alone = 299 - np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)
     bits = np.array([0, 0x80000000, 0xBF000000], np.uint32)
     return {
-        "logprobs": [bits.view(np.float32), (np.arange(11) / -8).astype(np.float32)],
-        "routed_experts": [whole, parts],
+        "logprobs": [
+            bits.view(np.float32),
+            (np.arange(11) / -8).astype(np.float32),
+            (np.arange(5) / -16).astype(np.float32),
+        ],
+        "routed_experts": [whole, parts, alone],
     }
 
 
 GOLDEN_INCARNATION = Incarnation("train", "a/b é", "0017c0ffee")
 GOLDEN_FIELDS = [tq_fs.logprobs(), tq_fs.routed_experts(layers=3, topk=2, experts=300)]
+# Where each golden Step's group lies, as its manifest entry says; the last as in an object store.
+GOLDEN_ATTEMPTS = ("", "", "try-0123456789abcdef")
+GOLDEN_STEPS = range(len(GOLDEN_ATTEMPTS))
 
 
 def golden_step(index: int) -> tuple[StepKey, dict[str, bytes]]:
-    """Return a golden Step as today's code encodes it: one plain, one sharded and compressed."""
+    """Return a golden Step as today's code encodes it.
+
+    One plain, one sharded and compressed, and one compact.
+    """
     stored = tq_fs.routed_experts(layers=3, topk=2, experts=256) if index == 0 else GOLDEN_FIELDS[1]
     values = {name: arrays[index] for name, arrays in golden_arrays().items()}
     arrays = [
@@ -83,7 +101,7 @@ def golden_step(index: int) -> tuple[StepKey, dict[str, bytes]]:
         FieldArray(stored, values["routed_experts"]),
     ]
     key = StepKey(GOLDEN_INCARNATION, index)
-    options = EncodeOptions(layer_groups=1 + index)
+    options = EncodeOptions(layer_groups=2 if index == 1 else 1, compact=index == 2)
     tokens = len(values["logprobs"])
     with small_chunks(8, 4):
         encoded = encode_step("golden", key, tokens, arrays, options, Scratch())
@@ -94,11 +112,19 @@ def golden_step(index: int) -> tuple[StepKey, dict[str, bytes]]:
     return key, members
 
 
-@pytest.mark.parametrize("index", [0, 1])
+def golden_folder(index: int) -> Path:
+    return GOLDEN / f"step-1/{index:06d}" / GOLDEN_ATTEMPTS[index]
+
+
+@pytest.mark.parametrize("index", GOLDEN_STEPS)
 def test_the_golden_steps_are_encoded_to_the_same_bytes(index: int) -> None:
     _, members = golden_step(index)
-    folder = GOLDEN / f"step-1/{index:06d}"
+    folder = golden_folder(index)
     assert tree(folder) == set(members)
+    assert tree(GOLDEN / f"step-1/{index:06d}") == {
+        (folder / name).relative_to(GOLDEN / f"step-1/{index:06d}").as_posix() for name in members
+    }
+    assert len([name for name in members if name.endswith("zarr.json")]) == (3, 4, 1)[index]
     for name, data in members.items():
         assert (folder / name).read_bytes() == data, name
 
@@ -118,7 +144,7 @@ def golden_store(tmp_path: Path) -> Path:
 
 
 def golden_trajectory() -> TrajectoryDocument:
-    """Return the golden session with its resident fields: a prompt, and a turn after it."""
+    """Return the golden session with its resident fields: two turns, and one that stands alone."""
     rewards = np.arange(6, dtype=np.float16).reshape(3, 2)
     records = [
         StepRecord(
@@ -127,7 +153,11 @@ def golden_trajectory() -> TrajectoryDocument:
         ),
         StepRecord(
             index=1, kind="append", parent=0, prefix=3, tokens=np.arange(-5, 6, dtype=np.int32),
-            response=4, version="v2", reason="née", arrays={"rewards": np.zeros((11, 2), "f2")},
+            response=4, version="v2", reason="née", arrays={"rewards": np.ones((11, 2), "f2")},
+        ),
+        StepRecord(
+            index=2, kind="boundary", parent=1, prefix=0, tokens=np.array([2**31 - 1] * 5, "i4"),
+            response=2, version="v2", arrays={"rewards": -np.ones((5, 2), "f2")},
         ),
     ]  # fmt: skip
     closed = ClosedSession(
@@ -143,7 +173,7 @@ def golden_trajectory() -> TrajectoryDocument:
     return trajectory_document("golden", closed)
 
 
-def test_the_golden_trajectory_gives_the_same_segment(golden_store: Path) -> None:
+def test_the_golden_trajectory_gives_the_same_segments(golden_store: Path) -> None:
     data = (GOLDEN / "trajectory-1.msgpack").read_bytes()
     document = decode_trajectory(data, "golden")
     assert document == golden_trajectory()
@@ -151,14 +181,49 @@ def test_the_golden_trajectory_gives_the_same_segment(golden_store: Path) -> Non
     with tq_fs.open_store(
         golden_store.as_uri(), fields=GOLDEN_FIELDS, store_id="golden", read_only=True
     ) as store:
-        (segment,) = store.segments(store.unreleased())
-    assert_bits(segment.tokens, np.array([7, 8, 9, *range(-5, 6)], np.int32))
-    assert_bits(segment.loss_mask, np.array([0, 0, 1, *[0] * 7, *[1] * 4], np.uint8))
-    assert segment.versions == (("v1", 3), ("v2", 11))
-    assert segment.response_length == 12
-    assert segment.arrays["rewards"].shape == (14, 2)
-    assert segment.arrays["rewards"].dtype == np.float16
-    assert segment.extra["messages"] == [{"role": "user", "content": "é"}]
+        refs = list(store.unreleased())
+        first, alone = store.segments(refs)
+        assert [first.ref, alone.ref] == refs
+    assert first.steps == (0, 1)
+    assert_bits(first.tokens, np.array([7, 8, 9, *range(-5, 6)], np.int32))
+    assert_bits(first.loss_mask, np.array([0, 0, 1, *[0] * 7, *[1] * 4], np.uint8))
+    assert first.versions == (("v1", 3), ("v2", 11))
+    assert first.response_length == 12
+    rewards = np.array([[0, 1], [2, 3], [4, 5], *[[1, 1]] * 11], np.float16)
+    assert set(first.arrays) == {"rewards"}
+    assert_bits(first.arrays["rewards"], rewards)
+    assert alone.steps == (2,)
+    assert_bits(alone.tokens, np.full(5, 2**31 - 1, np.int32))
+    assert_bits(alone.loss_mask, np.array([0, 0, 0, 1, 1], np.uint8))
+    assert (alone.versions, alone.response_length) == ((("v2", 5),), 2)
+    assert_bits(alone.arrays["rewards"], np.full((5, 2), -1, np.float16))
+    for segment in (first, alone):
+        assert (segment.session_id, segment.view) == ("a/b é", "lineage")
+        assert segment.extra == {
+            "messages": [{"role": "user", "content": "é"}], "label": 0.5, "tools": None
+        }  # fmt: skip
+
+
+def test_the_golden_trajectory_gives_the_golden_manifest() -> None:
+    """Which is how a manifest that was lost is made anew."""
+    document = decode_trajectory((GOLDEN / "trajectory-1.msgpack").read_bytes(), "golden")
+    data = (GOLDEN / "manifest-1.json").read_bytes()
+    manifest = manifests.decode(data, SessionManifest, "golden")
+    closed = document.closed(dict(enumerate(golden_entries())))
+    assert tuple(closed.step_entries()) == manifest.steps
+    assert closed.segment_entries() == manifest.segments
+    assert closed.incarnation == manifest.incarnation
+    assert (closed.mode, closed.consumers) == (manifest.mode, manifest.consumers)
+
+
+def golden_entries() -> list[StepEntry]:
+    """Return what a manifest says of the golden Steps, from what they say of themselves."""
+    said = [(golden_folder(i) / "zarr.json").read_bytes() for i in GOLDEN_STEPS]
+    steps = [read_attributes(data, "golden").step for data in said]
+    return [
+        msgspec.structs.replace(step, attempt=attempt)
+        for step, attempt in zip(steps, GOLDEN_ATTEMPTS, strict=True)
+    ]
 
 
 def test_a_flipped_bit_of_a_trajectory_is_never_read_as_something_else() -> None:
@@ -181,26 +246,33 @@ def test_a_trajectory_of_a_later_version_is_refused() -> None:
 @pytest.mark.parametrize("read_only", [True, False])
 def test_the_golden_store_is_read_by_todays_code(golden_store: Path, read_only: bool) -> None:
     arrays = golden_arrays()
+    before = tree(golden_store)
     with tq_fs.open_store(
         golden_store.as_uri(), fields=GOLDEN_FIELDS, store_id="golden", read_only=read_only,
         prepared_groups=0,
     ) as store:  # fmt: skip
         refs = list(store.unreleased())
-        assert refs == ["tqfs1:golden/train/a_2fb_20_c3_a9/0017c0ffee/lineage/0"]
+        session = "tqfs1:golden/train/a_2fb_20_c3_a9/0017c0ffee"
+        assert refs == [f"{session}/lineage/0", f"{session}/lineage/1"]
         assert list(store.unreleased("eval")) == []
         batch = store.hydrate(refs)
-        assert_bits(batch["rollout_log_probs"][0], np.concatenate(arrays["logprobs"])[2:])
-        assert_bits(batch["rollout_routed_experts"][0], np.concatenate(arrays["routed_experts"]))
+        logprobs, routed = batch["rollout_log_probs"], batch["rollout_routed_experts"]
+        assert_bits(logprobs[0], np.concatenate(arrays["logprobs"][:2])[2:])
+        assert_bits(routed[0], np.concatenate(arrays["routed_experts"][:2]))
+        assert_bits(logprobs[1], arrays["logprobs"][2][3:])
+        assert_bits(routed[1], arrays["routed_experts"][2])
         if not read_only:
             assert (store.recovery.swept_sessions, store.recovery.swept_steps) == (0, 0)
-            assert store.release(refs, "train") == 2
+            assert (store.recovery.incomplete, store.recovery.unreadable) == ((), ())
+            assert store.release(refs, "train") == 3
+    assert tree(golden_store) == (before if read_only else {"golden/store.json"})
 
 
 def test_zarr_reads_the_golden_steps() -> None:
     zarr = pytest.importorskip("zarr")
     arrays = golden_arrays()
-    for index in (0, 1):
-        group = zarr.open_group(str(GOLDEN / f"step-1/{index:06d}"), mode="r")
+    for index in GOLDEN_STEPS:
+        group = zarr.open_group(str(golden_folder(index)), mode="r")
         have = np.asarray(group["routed_experts"][:])
         want = arrays["routed_experts"][index]
         assert_bits(have.astype(np.int32), np.where(want == -1, 0, want))
@@ -290,7 +362,9 @@ def assert_left_alone(
     assert len([p for p in before if p.endswith("zarr.json")]) == 3 * 3
     for read_only in (True, False):
         with open_store(folder, FIELDS, read_only=read_only) as store:
-            assert store.recovery.unreadable == (where,)
+            found = store.recovery
+            assert (found.swept_sessions, found.swept_steps, found.incomplete) == (0, 0, ())
+            assert (found.unreadable, found.sessions) == ((where,), 1)
             (other,) = store.unreleased()
             (want,) = short_rollout(FIELDS, 2).expected("lineage")
             assert_batch(store.hydrate([other]), [want.slime(specs(FIELDS))])

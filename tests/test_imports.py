@@ -42,7 +42,10 @@ LAYERS = (
 EDGES = {"testing", "bench", "demo", "cli"}
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 
-OPTIONAL = {"torch", "ray", "transformers", "matplotlib", "psutil", "tensorstore", "pytest"}
+STORAGE = {"aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "obstore", "s3fs"}
+OPTIONAL = STORAGE | {
+    "torch", "ray", "transformers", "matplotlib", "psutil", "tensorstore", "pytest",
+}  # fmt: skip
 ONLY_JUDGES = {"zarr"}  # opens Steps for users and tests; the fast path does without
 LINKS = {"backends", "manifests"}  # at the root of the repository: tq_fs by another name
 
@@ -125,6 +128,10 @@ def ours(found: Import) -> bool:
     return found.target.split(".")[0] == PACKAGE.name
 
 
+def of_storage(found: Import) -> bool:
+    return found.target.split(".")[0] in STORAGE
+
+
 def test_every_module_has_a_layer() -> None:
     modules = {module_name(p) for p in PACKAGE.rglob("*.py")}
     assert {unit(m) for m in modules} <= set(RANK)
@@ -162,7 +169,8 @@ def test_nothing_imports_the_links_at_the_root() -> None:
 
 
 def test_optional_libraries_stay_at_the_edges() -> None:
-    """torch alone goes deeper: in hydrate when tensors are asked for, else in annotations."""
+    """Two go deeper: torch in hydrate when tensors are asked for, else in annotations; and what
+    talks to object stores in the backends, when one is made."""
     wrong = [
         str(found)
         for found in imports()
@@ -170,8 +178,10 @@ def test_optional_libraries_stay_at_the_edges() -> None:
         and unit(found.importer) not in EDGES
         and not (unit(found.importer) == "hydrate" and found.target == "torch" and found.lazy)
         and not (found.target == "torch" and found.typing)
+        and not (unit(found.importer) == "backends" and of_storage(found) and found.lazy)
     ]
     assert wrong == []
+    assert any(map(of_storage, imports()))
 
 
 PROBE = """

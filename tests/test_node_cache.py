@@ -226,13 +226,14 @@ def test_processes_keep_within_the_bound_together(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- downloads that do not end
 
 STUCK = """
-import sys, time
+import os, sys, time
 from tq_fs.backends import NodeCache
 
 folder, key = sys.argv[1:]
 
 def wait(point):
-    print(point, flush=True)
+    if os.fork() == 0:  # as a data loader does at any moment
+        os.write(1, f"{point} {os.getpid()}\\n".encode())
     time.sleep(600)
 
 NodeCache(folder, 2**20, at=wait).get(key, lambda key, file: file.write(b"only a part"))
@@ -241,11 +242,13 @@ NodeCache(folder, 2**20, at=wait).get(key, lambda key, file: file.write(b"only a
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has downloaded a part of an object, and does not go on."""
+    """A process that has downloaded a part of an object, and does not go on; nor does its fork."""
     process = spawn_child(STUCK, tmp_path, key_of(0))
     assert process.stdout is not None
-    assert process.stdout.readline() == "promoting\n"
+    point, child = process.stdout.readline().split()
+    assert point == "promoting"
     yield process
+    os.kill(int(child), signal.SIGKILL)
     process.kill()
     process.communicate()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from functools import partial
@@ -20,6 +21,7 @@ from tests._rollouts import (
     open_store,
     record,
     refs_of,
+    sealed,
     short_rollout,
     specs,
     tree,
@@ -101,6 +103,32 @@ def test_every_consumer_has_to_release(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"default/store.json"}
 
 
+def test_what_a_replaced_controller_noted_late_counts_too(tmp_path: Path) -> None:
+    """Each epoch has a note of its own, and none undoes another."""
+    rollout = turning_rollout()
+    for i in range(2):
+        with open_store(tmp_path, FIELDS) as store:
+            if i == 0:
+                session = store.session("s")
+                rollout.record(session)
+                segments = session.finalize(views=VIEWS)
+            assert store.release(segments[i : i + 1]) == 0
+    notes = sorted(tmp_path.glob("default/manifests/*/*/*/state-*.json"))
+    assert [note.name for note in notes] == ["state-00000001.json", "state-00000002.json"]
+    said = [json.loads(note.read_bytes()) for note in notes]
+    assert [s["epoch"] for s in said] == [1, 2]
+    assert said[0]["released"] == {"train": ["lineage/0"]}
+    said[0]["released"]["train"].append("timeline/0")  # the second knows nothing of it
+    notes[0].write_bytes(sealed(said[0]))
+    for read_only in (True, False):
+        with open_store(tmp_path, FIELDS, read_only=read_only) as store:
+            assert list(store.unreleased()) == refs_of(segments)[3:]
+            assert store.recovery.unreleased == 4
+    with open_store(tmp_path, FIELDS) as store:
+        assert store.release(segments[3:]) == 4
+    assert tree(tmp_path) == {"default/store.json"}
+
+
 def test_unreleased_are_told_by_consumer_and_partition(tmp_path: Path) -> None:
     with open_store(tmp_path, FIELDS) as store:
         a, _ = record(store, "a", 1, consumers=["train", "eval"])
@@ -156,44 +184,55 @@ def test_many_threads_release_everything_once(tmp_path: Path) -> None:
 def test_a_release_that_is_repeated_while_the_first_deletes_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second comes while the first has the Steps in the trash, and writes its note late."""
+    """Others come while the first has the manifest, and then the Steps, in the trash.
+
+    Whoever could write a note down at that moment would do so late: when there is nothing left.
+    """
     late = threading.Event()
     started = threading.Event()
-    second: list[threading.Thread] = []
-    errors: list[BaseException] = []
+    others: list[threading.Thread] = []
+    ended: list[bool] = []
     deletes: list[str] = []
+    errors: list[BaseException] = []
 
-    def again() -> None:
+    def again(count: int) -> None:
         try:
-            store.release(segments)
+            assert store.release(segments[:count]) == 0
         except BaseException as error:
             errors.append(error)
 
     def at(point: str) -> None:
         if not armed:
             return
-        if point == "value written" and second and threading.current_thread() is second[0]:
+        mine = threading.current_thread() not in others
+        if point == "value written" and not mine:
             started.set()
-            late.wait(1)
-        if point == "delete renamed" and threading.current_thread() not in second:
+            late.wait(5)
+        if point == "delete renamed" and mine:
             deletes.append(point)
-            if not second:
-                second.append(threading.Thread(target=again))
-                second[0].start()
-                started.wait(1)
-            elif len(deletes) == 4:  # three Steps, and now the manifest
-                threading.Timer(0.2, late.set).start()
+            if len(deletes) == 1:
+                others.extend(threading.Thread(target=again, args=[n]) for n in (1, len(segments)))
+                for thread in others:
+                    thread.start()
+                started.wait(0.3)
+            else:
+                late.set()
+                for thread in others:
+                    thread.join(20)
+                ended.append(not any(thread.is_alive() for thread in others))
 
     armed = False
     monkeypatch.setattr("tq_fs.places.LocalBackend", partial(LocalBackend, at=at))
     store = open_store(tmp_path, FIELDS)
     with store:
-        segments, _ = record(store, "a", 1)
+        session = store.session("s")
+        turning_rollout().record(session)
+        segments = session.finalize(views=VIEWS)
         armed = True
-        assert store.release(segments) == 3
-        second[0].join()
+        assert store.release(segments) == 4
         armed = False
         assert errors == []
+        assert ended == [True]
     assert tree(tmp_path) == {"default/store.json"}
 
 
@@ -347,30 +386,35 @@ def test_steps_without_rows_of_their_own_are_deleted_at_finalize(tmp_path: Path)
 
 @pytest.mark.parametrize("code", [28, 5])  # ENOSPC, EIO
 @pytest.mark.parametrize("point", ["value written", "value renamed", "value acknowledged"])
+@pytest.mark.parametrize(
+    ("persist", "nth"), [(False, 1), (True, 1), (True, 2)], ids=["alone", "before", "behind"]
+)
 def test_a_finalize_that_fails_leaves_the_session_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, code: int, persist: bool, nth: int
 ) -> None:
-    armed = False
+    """With the manifest alone, or with the trajectory that is written before it."""
+    armed = 0
 
     def at(passed: str) -> None:
         nonlocal armed
         if armed and passed == point:
-            armed = False
-            raise OSError(code, os.strerror(code))
+            armed -= 1
+            if not armed:
+                raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("tq_fs.places.LocalBackend", partial(LocalBackend, at=at))
     rollout = turning_rollout()
-    with open_store(tmp_path, FIELDS) as store:
+    with open_store(tmp_path, FIELDS, persist_trajectories=persist) as store:
         session = store.session("s")
         for turn in rollout.turns:
             session.record(rollout.step(turn))
         steps = visible_steps(tmp_path)
-        armed = True
+        armed = nth
         with pytest.raises(StorageFull if code == 28 else StorageFailed):
             session.finalize(views=VIEWS)
         assert not armed
         assert list(store.unreleased()) == []
-        assert not list(tmp_path.glob("default/manifests/*/*/*/manifest.json"))
+        assert not list(tmp_path.glob("default/manifests/*/*/*/*"))
         assert visible_steps(tmp_path) == steps
         rollout.play([Op("create", 0, 1, 3)], np.random.default_rng(1))
         session.record(rollout.step(rollout.turns[-1]))

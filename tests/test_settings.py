@@ -118,6 +118,18 @@ def test_unknown_keys_are_refused_with_the_known_ones() -> None:
         ("transfer", ["logprobs", "nonsense"]),
         ("transfer", "logprobs"),
         ("store_id", 7),
+        ("layout", "tight"),
+        ("driver", "boto3"),
+        ("persist_trajectories", "yes"),
+        ("retry_deadline_s", -1),
+        ("request_timeout_s", "soon"),
+        ("tier", {}),
+        ("tier", {"folder": "relative"}),
+        ("tier", {"folder": "/nvme", "polcy": "write-back"}),
+        ("tier", {"folder": "/nvme", "policy": "write-around"}),
+        ("tier", {"folder": "/nvme", "capacity_bytes": 0}),
+        ("tier", {"folder": "/nvme", "low_water": 0.95}),
+        ("tier", {"folder": "/nvme", "upload_threads": 0}),
     ],
 )
 def test_values_that_make_no_sense_are_refused(tmp_path: Path, key: str, value: Any) -> None:
@@ -156,6 +168,8 @@ def test_an_unknown_kind_of_store_is_refused_with_the_known_ones() -> None:
     ]:
         with pytest.raises(InvalidConfig, match="known: file:///absolute/folder"):
             tq_fs.open_store(url, fields=specs(FIELDS))
+    with pytest.raises(InvalidConfig, match=r"nonsense://x/y.*not known"):
+        tq_fs.open_store("nonsense://x/y", fields=specs(FIELDS))
     for url in ["file:///a?b=c", "file:///a#b", "file:relative"]:
         with pytest.raises(InvalidConfig, match="absolute"):
             tq_fs.open_store(url, fields=specs(FIELDS))

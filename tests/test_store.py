@@ -49,6 +49,7 @@ from tq_fs.errors import (
 )
 from tq_fs.keys import Incarnation, SegmentRef
 from tq_fs.manifests import Mode
+from tq_fs.recovery import Recovery
 
 # ---------------------------------------------------------------- open, close, continue
 
@@ -59,7 +60,8 @@ def test_a_store_that_is_opened_again_continues(tmp_path: Path) -> None:
     with open_store(tmp_path, FIELDS) as store:
         assert list(store.unreleased()) == refs_of(first)
         assert (store.recovery.swept_sessions, store.recovery.swept_steps) == (0, 0)
-        assert not store.recovery.incomplete and not store.recovery.unreadable
+        assert (store.recovery.incomplete, store.recovery.unreadable) == ((), ())
+        assert (store.recovery.sessions, store.recovery.steps) == (1, 3)
         assert_batch(store.hydrate(first), want_first)
         second, want_second = record(store, "b", 2)
         assert_batch(store.hydrate([*second, *first]), want_second + want_first)
@@ -359,7 +361,7 @@ def test_a_manifest_of_another_store_is_left_alone(tmp_path: Path) -> None:
     ref = str(SegmentRef("two", known.incarnation, known.view, known.index))
     before = tree(tmp_path)
     with open_store(tmp_path, FIELDS, store_id="two") as store:
-        assert store.recovery.unreadable == (known.incarnation.path,)
+        assert store.recovery == Recovery(unreadable=(known.incarnation.path,))
         for use in (store.hydrate, store.release):
             with pytest.raises(WrongStore, match="'one' in store 'two'"):
                 use([ref])
@@ -416,7 +418,60 @@ def test_a_stray_file_among_the_steps_does_not_stop_a_start(tmp_path: Path, dept
     stray.write_text("mine")
     with open_store(tmp_path, FIELDS) as store:
         assert_batch(store.hydrate(segments), want)
-        assert depth == 2 or stray.read_text() == "mine"  # at 2 it stands where an orphan would
+        assert stray.read_text() == "mine"
+        assert store.recovery.swept_steps == 0
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "notes.txt",
+        "manifest.json",
+        "train/notes.txt",
+        "train/manifest.json",
+        "train/a/manifest.json",
+        "train/a/*/notes.txt",
+        "train/a/*/state-00000001.json.bak",
+        "train/a/*/old/manifest.json",
+        "train/b/0/notes.txt",
+        "train/b/0/old/manifest.json",
+    ],
+)
+def test_a_stray_file_among_the_manifests_costs_none_of_them(tmp_path: Path, where: str) -> None:
+    """Nor what was released, nor a Step."""
+    with open_store(tmp_path, FIELDS) as store:
+        segments, want = record(store, "a", 1, consumers=["train", "eval"])
+        store.release(segments, "eval")
+        record(store, "c", 2)
+    (mine,) = tmp_path.glob("default/manifests/train/a/*/")
+    stray = tmp_path / "default/manifests" / where.replace("*", mine.name)
+    stray.parent.mkdir(parents=True, exist_ok=True)
+    stray.write_text("mine")
+    before = contents(tmp_path)
+    for read_only in (True, False):
+        with open_store(tmp_path, FIELDS, read_only=read_only) as store:
+            assert store.recovery.unreadable == ()
+            assert (store.recovery.sessions, store.recovery.unreleased) == (2, 2)
+            assert list(store.unreleased("eval")) == []
+            assert len(list(store.unreleased("train"))) == 2
+            assert_batch(store.hydrate(segments), want)
+    after = contents(tmp_path)
+    assert before.pop("default/store.json") != after.pop("default/store.json")  # the epoch
+    assert after == before
+
+
+def test_a_stray_file_among_an_incarnations_steps_is_left_alone(tmp_path: Path) -> None:
+    with open_store(tmp_path, FIELDS) as store:
+        segments, want = record(store, "a", 1)
+    (step,) = tmp_path.glob("default/steps/train/a/*/000000")
+    strays = [step / "notes.txt", step.parent / "notes/notes.txt"]
+    strays[1].parent.mkdir()
+    for stray in strays:
+        stray.write_text("mine")
+    with open_store(tmp_path, FIELDS) as store:
+        assert store.recovery.swept_steps == 0
+        assert_batch(store.hydrate(segments), want)
+    assert [stray.read_text() for stray in strays] == ["mine", "mine"]
 
 
 def test_an_older_incarnation_is_stale_once_it_is_gone(tmp_path: Path) -> None:
@@ -481,6 +536,10 @@ class Blind(LocalBackend):
     def list(self, prefix: str) -> Iterator[str]:
         assert not Blind.blind, f"{prefix} was listed"
         return super().list(prefix)
+
+    def walk(self, prefix: str) -> Iterator[tuple[str, int]]:
+        assert not Blind.blind, f"{prefix} was walked"
+        return super().walk(prefix)
 
 
 @pytest.mark.parametrize("mode", ["tito", "snapshot"])

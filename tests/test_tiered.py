@@ -28,6 +28,7 @@ from tests._tiers import (
     until,
 )
 from tq_fs.backends import Backend, FsspecBackend, LocalBackend, NodeCache
+from tq_fs.backends._client import Page
 from tq_fs.backends._tiered import TieredBackend
 from tq_fs.errors import (
     BackpressureTimeout,
@@ -454,6 +455,21 @@ def test_a_stranger_s_files_on_the_disk_drive_groups_out_and_never_refuse_a_put(
     assert len(in_front(tier)) >= 19
 
 
+@pytest.mark.root
+def test_the_water_marks_are_shares_of_what_others_leave(
+    tiers: Tiers, disk: Callable[[str], Path]
+) -> None:
+    folder = disk("size=1m")
+    tier = tiers.open("write-through", front=folder, high_water=0.9, low_water=0.5)
+    publish(tier, 10)
+    free = os.statvfs(folder).f_bavail * 4096
+    (folder / "stranger").write_bytes(bytes(free - GROUP_BYTES))
+    publish(tier, 1, 10)
+    until(lambda: tier.stats().front_bytes <= 4 * GROUP_BYTES)
+    assert in_front(tier)[-1] == 10
+    assert tier.stats().front_failures == 0
+
+
 def test_files_that_were_removed_behind_its_back_refuse_no_put(tiers: Tiers) -> None:
     tier = tiers.open("write-through", capacity_bytes=4 * GROUP_BYTES)
     publish(tier, 3)
@@ -580,6 +596,25 @@ def test_listing_and_walking_show_what_is_in_either_tier_once(tiers: Tiers) -> N
     tiers.client.let_go()
 
 
+def test_a_group_that_moves_while_it_is_listed_is_listed(tiers: Tiers) -> None:
+    """Looked for in the object store before it came, and in front after it left."""
+    tier = tiers.open()
+    tiers.client.hold(lambda operation, key: operation == "put")
+    (place,) = publish(tier, 1)
+    listing = tiers.client.pages
+
+    def move_then_answer(prefix: str, *, deep: bool, after: str) -> Iterator[Page]:
+        found = list(listing(prefix, deep=deep, after=after))
+        tiers.client.let_go()
+        tier.settle("")
+        assert tier._writer
+        assert tier._writer.front.discard(place)
+        yield from found
+
+    tiers.client.pages = move_then_answer  # type: ignore[method-assign]
+    assert list(tier.list("steps/train")) == ["s"]
+
+
 def test_small_objects_go_to_the_object_store_alone(tiers: Tiers) -> None:
     tier = tiers.open()
     tier.put("steps/note", b"v")
@@ -700,13 +735,16 @@ def test_a_delete_that_fails_before_it_removes_anything_loses_no_upload(tiers: T
         if point == "delete begun" and failing:
             raise StorageFailed("the device is gone for a moment")
 
-    tier = tiers.open(at=at)
+    tier = tiers.open(at=at, upload_threads=1)
     tiers.client.hold()
     places = publish(tier, 3)
-    tiers.client.let_go()
-    with pytest.raises(StorageFailed):
-        tier.delete("steps")
-    failing = False
+    until(lambda: tiers.client.held == 1)
+    with ThreadPoolExecutor(1) as pool:
+        removing = pool.submit(tier.delete, "steps")
+        until(lambda: tier.stats().queued_groups == 0)
+        tiers.client.let_go()
+        with pytest.raises(StorageFailed):
+            removing.result(timeout=20)
     tier.settle("")
     assert tiers.uploaded() == set(places)
 

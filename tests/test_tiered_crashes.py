@@ -110,6 +110,8 @@ def reopened(folder: Path, policy: str) -> Iterator[tuple[TieredBackend, FsspecB
 
 def check(folder: Path, policy: str, past: Past) -> None:
     """Start again, and hold what is there against what was said."""
+    for part in (folder / "store").rglob("*.part"):
+        part.unlink()  # the driver's for plain files; an object store has no half-written objects
     with reopened(folder, policy) as (tier, back):
         if policy == "write-through":
             assert all(held(back, place, group(i)) for i, place in past.published.items())
@@ -155,8 +157,10 @@ BACK_ONLY = ("front published", "upload queued", "uploading", "uploaded")
 STORE = ("member uploaded", "committed", "deleting", "deleted")
 DISK = ("staged", "members written", "renamed", "delete renamed")
 POINTS = (*TieredBackend.POINTS, *NodeCache.POINTS, *STORE, *DISK)
+LATER = ("front published", "uploading", "uploaded", "evicted", "delete done", "member uploaded")
 KILLS = [
-    *(("write-back", point, nth) for point in POINTS for nth in (1, 4)),
+    *(("write-back", point, 1) for point in POINTS),
+    *(("write-back", point, 5) for point in LATER),
     *(("write-through", point, 1) for point in POINTS if point not in BACK_ONLY),
 ]
 
@@ -172,6 +176,7 @@ def test_a_killed_process_loses_nothing_it_acknowledged(
     check(tmp_path, policy, past)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["write-back", "write-through"])
 def test_a_process_killed_at_any_moment_again_and_again(tmp_path: Path, policy: str) -> None:
     numbers = random.Random(policy)
@@ -181,7 +186,8 @@ def test_a_process_killed_at_any_moment_again_and_again(tmp_path: Path, policy: 
         assert process.stdout is not None
         said = [process.stdout.readline() for _ in range(numbers.randrange(4, 60))]
         process.kill()
-        rest, error = process.communicate(timeout=20)
+        rest = process.stdout.read()  # not by communicate, which passes over what is buffered
+        _, error = process.communicate(timeout=20)
         assert not error, error
         past.hear("".join(said) + rest)
         check(tmp_path, policy, past)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from tq_fs.errors import (
     ConflictError,
     CorruptError,
+    FormatTooNew,
     InvalidConfig,
     InvalidSegment,
     ManifestCorrupt,
@@ -185,7 +186,12 @@ class Controller:
 
     def _document(self, path: str) -> TrajectoryDocument:
         subject = f"trajectory of {path}"
-        return self._catalog.trajectory(path, lambda data: decode_trajectory(data, subject))
+        found = self._catalog.trajectory(path, lambda data: decode_trajectory(data, subject))
+        if found.store_id != self._catalog.store_id or found.incarnation.path != path:
+            raise ManifestCorrupt(
+                f"describes {found.incarnation} of store {found.store_id!r}", subject=subject
+            )
+        return found
 
     def resolve(self, refs: Iterable[str]) -> list[Resolved]:
         """Return what references stand for, in their order.
@@ -331,16 +337,14 @@ class Controller:
         sweep = Sweep(loaded.wanted)
         rebuilt = []
         for held in unit.inventory():
-            if rebuild and held.path in self._unreadable and self._rebuild(held):
+            if rebuild and held.path in self._unreadable and self._rebuild(held, loaded):
                 rebuilt.append(held.path)
-                continue
             self._look_again(held.path, loaded)
             self._clear(unit, sweep.strays(held))
         for path in loaded.abandoned:
             self._catalog.clear(path)
         for incarnation in loaded.ended.values():
             self._catalog.drop(incarnation)
-        self._unreadable = [path for path in self._unreadable if path not in rebuilt]
         return replace(
             self._summary(loaded),
             swept_sessions=sweep.sessions,
@@ -420,21 +424,33 @@ class Controller:
         except (CorruptError, ConflictError, InvalidSegment) as error:
             return error
 
-    def _rebuild(self, held: Inventory) -> bool:
-        """Make a manifest anew; False where what is left does not say how."""
+    def _rebuild(self, held: Inventory, loaded: _Loaded) -> bool:
+        """Make a damaged manifest anew; False where what is left does not say how."""
         unit = self._writable()
         try:
             document = self._document(held.path)
+            state = self._catalog.state(held.path)
+            if not self._is_damaged(document.incarnation):
+                return False
             manifest = self._manifest(document.closed(unit.entries(held)))
-            self._publish(manifest, None)
-            found = self._catalog.read(held.path)
+            self._catalog.publish(manifest)  # replaces it, or changes nothing
         except (CorruptError, ConflictError, InvalidSegment, MissingError):
             _log.exception("manifest of %s cannot be made anew", held.path)
             return False
-        assert found is not None
-        released = {c: set(found.state.released.get(c, ())) for c in manifest.consumers}
-        self._released[manifest.incarnation] = released
+        self._unreadable.remove(held.path)
+        del loaded.wanted[held.path]
+        self._take(held.path, Found(manifest, state), loaded)
         return True
+
+    def _is_damaged(self, incarnation: Incarnation) -> bool:
+        """Tell whether a manifest is damaged; raises where it is somebody else's."""
+        try:
+            self._catalog.manifest(incarnation)
+        except FormatTooNew:
+            raise
+        except (CorruptError, InvalidSegment):
+            return True
+        return False
 
     def _writable(self) -> StorageUnit:
         if self._unit is None:

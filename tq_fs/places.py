@@ -65,8 +65,20 @@ class Places:
     confirm: Callable[[], None]
 
 
-def open_places(url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack) -> Places:
+def open_places(
+    url: str,
+    config: StoreConfig,
+    *,
+    read_only: bool,
+    opened: ExitStack,
+    create: bool = True,
+) -> Places:
     """Open where a store lies, and take it for writing unless `read_only`.
+
+    Parameters
+    ----------
+    create
+        Make it where there is none.
 
     Raises
     ------
@@ -78,8 +90,23 @@ def open_places(url: str, config: StoreConfig, *, read_only: bool, opened: ExitS
         The object store cannot be used.
     """
     if urlsplit(url).scheme == "file":
+        if not create:
+            _check_there(folder_of(url) / component(config.store_id))
         return _open_folder(url, config, read_only=read_only, opened=opened)
-    return _open_object_store(url, config, read_only=read_only, opened=opened)
+    return _open_object_store(url, config, read_only=read_only, opened=opened, create=create)
+
+
+def _check_there(root: Path) -> None:
+    if not (root / STORE_FILE).is_file():
+        raise _no_store(str(root))
+
+
+def _no_store(where: str) -> WrongStore:
+    return WrongStore(
+        f"holds no {STORE_FILE}: there is no store",
+        subject=where,
+        remedy="check URL and store_id",
+    )
 
 
 def _nothing() -> None:
@@ -120,7 +147,7 @@ def _open_local(
 
 
 def _open_object_store(
-    url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack
+    url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack, create: bool
 ) -> Places:
     name = component(config.store_id)
     backend = open_object_backend(
@@ -131,7 +158,7 @@ def _open_object_store(
         timeout_s=config.request_timeout_s,
     )
     opened.callback(backend.close)
-    _identify(backend, config.store_id, read_only=read_only)
+    _identify(backend, config.store_id, create=create and not read_only)
     steps: Backend = backend
     if config.tier is not None:
         steps = _open_tier(backend, config, config.tier, read_only=read_only, opened=opened)
@@ -148,7 +175,7 @@ def _open_object_store(
     )
 
 
-def _identify(backend: ObjectBackend, store_id: str, *, read_only: bool) -> None:
+def _identify(backend: ObjectBackend, store_id: str, *, create: bool) -> None:
     """Check that a prefix is this store's, or make it so.
 
     Raises
@@ -162,8 +189,8 @@ def _identify(backend: ObjectBackend, store_id: str, *, read_only: bool) -> None
             backend, STORE_FILE, lambda data: manifests.decode(data, StoreDocument, subject)
         )
     except ObjectMissing:
-        if read_only:
-            raise
+        if not create:
+            raise _no_store(backend.url) from None
         strange = list(backend.list(""))
         if strange:
             raise WrongStore(

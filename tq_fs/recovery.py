@@ -62,9 +62,7 @@ class Sweep:
         self.sessions = 0
         self.steps = 0
         self._wanted = wanted
-        self._missing: dict[str, dict[str, Objects]] = {
-            path: dict(places) for path, places in wanted.items() if places
-        }
+        self._missing: dict[str, set[str]] = {}
 
     def strays(self, held: Inventory) -> list[str]:
         """Return what may be removed of an incarnation, prefixes of single Steps."""
@@ -75,17 +73,31 @@ class Sweep:
         places = self._wanted[held.path]
         if places is None:
             return []
-        missing = self._missing.get(held.path, {})
-        for place, members in held.places.items():
-            if place in missing and is_whole(missing[place], members):
-                del missing[place]
-        strays = [place for place in held.places if place not in places]
+        self._missing[held.path] = {
+            place
+            for place, want in places.items()
+            if not is_whole(want, held.places.get(place, {}))
+        }
+        # A stranger's object beside a needed attempt seems to lie at the Step's own place.
+        kept = {*places, *(place.rpartition("/")[0] for place in places)}
+        strays = [place for place in held.places if place not in kept and _is_step(place)]
         self.steps += len(strays)
         return strays
 
     def incomplete(self) -> tuple[str, ...]:
         """Return the places that manifests refer to and that were not seen whole."""
-        return tuple(sorted(p for places in self._missing.values() for p in places))
+        return tuple(
+            sorted(
+                place
+                for path, places in self._wanted.items()
+                for place in self._missing.get(path, places or ())
+            )
+        )
+
+
+def _is_step(place: str) -> bool:
+    """Tell whether it is named as a unit names its Steps, and so no stranger."""
+    return place.split("/")[4].isdecimal()
 
 
 def is_whole(wanted: Objects, members: Objects) -> bool:

@@ -132,6 +132,8 @@ class StorageUnit:
                 continue
             key = f"{place}/{COMMIT}"
             step = read_attributes(self.backend.get(key), key).step
+            if any(members.get(n) != size for n, size in step.objects().items()):
+                continue
             name = place.rpartition("/")[2]
             mine = msgspec.structs.replace(
                 step, unit=self.name, attempt=name if is_attempt(name) else ""

@@ -126,7 +126,7 @@ def recover_store(
     """
     config = config or StoreConfig()
     with ExitStack() as opened:
-        places = open_places(url, config, read_only=dry_run, opened=opened)
+        places = open_places(url, config, read_only=dry_run, opened=opened, create=False)
         pool = opened.enter_context(ThreadPoolExecutor(_REMOTE["reader_threads"], "tq-fs-reader"))
         controller = Controller(
             Catalog(places.documents, config.store_id, cache_bytes=config.manifest_cache_bytes),

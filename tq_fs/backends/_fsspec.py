@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -74,7 +75,16 @@ class S3fsClient:
     def put(self, key: str, buffers: Sequence[Buffer]) -> None:
         """Write an object by one request."""
         body = b"".join(parts(buffers))
-        self._request(key, lambda s3: s3.put_object(Bucket=self._name, Key=key, Body=body))
+        patience_s = self._settings.timeout_s + self._settings.upload_s(len(body))
+
+        async def send(s3: Any) -> None:
+            try:
+                async with asyncio.timeout(patience_s):  # aiohttp sets none while it sends
+                    await s3.put_object(Bucket=self._name, Key=key, Body=body)
+            except TimeoutError as error:
+                raise ConnectionError(f"no end in {patience_s:.0f} s") from error
+
+        self._request(key, send)
 
     def read(self, key: str, offset: int, nbytes: int) -> Buffer:
         """Return bytes of an object; fewer where it ends before that."""
@@ -166,15 +176,21 @@ class S3fsClient:
     def _connect(self) -> Any:
         try:
             import s3fs  # noqa: PLC0415  # optional
+            from aiobotocore.session import (  # type: ignore[import-untyped]  # noqa: PLC0415
+                AioSession,
+            )
+            from botocore.handlers import add_expect_header  # noqa: PLC0415
         except ImportError as error:
             raise missing("s3fs", "s3") from error
         mine = self._settings
         options = {n: self._options.resolved(n) for n in ("key", "secret", "token", "anon")}
+        session = AioSession(profile=mine.profile)
+        session.unregister("before-call.s3", add_expect_header)  # aiohttp waits for it for ever
         # fmt: off
         fs = s3fs.S3FileSystem(
             **{name: value for name, value in options.items() if value is not None},
             endpoint_url=mine.endpoint_url,
-            **({"profile": mine.profile} if mine.profile else {}),
+            session=session,
             client_kwargs={"region_name": mine.region},
             config_kwargs={
                 "s3": {"addressing_style": "path" if mine.path_style else "virtual"},
@@ -248,7 +264,7 @@ def _mapped_s3(subject: str) -> Iterator[None]:
         TimeoutError,
         ConnectionError,
     ) as error:
-        raise unreachable(f"{error or type(error).__name__}", subject) from error
+        raise unreachable(str(error) or type(error).__name__, subject) from error
     except boto.BotoCoreError as error:
         raise StorageFailed(str(error), subject=subject) from error
     except RecursionError:  # botocore asks for the bucket's region, and is redirected again
@@ -362,7 +378,7 @@ class FsspecClient:
         except PermissionError as error:
             raise StorageDenied(str(error), subject=subject, remedy="check credentials") from error
         except (TimeoutError, ConnectionError) as error:
-            raise unreachable(f"{error or type(error).__name__}", subject) from error
+            raise unreachable(str(error) or type(error).__name__, subject) from error
         except FileNotFoundError as error:
             raise translate(FileNotFoundError(2, str(error)), subject) from error
         except OSError as error:

@@ -76,7 +76,7 @@ class ObstoreClient:
         # TLS detects damage; without it the server must.
         self._unsigned = not settings.plain if unsigned_payload is None else unsigned_payload
         self._options = options
-        self._store: Any = None
+        self._stores: dict[tuple[bool, int], Any] = {}
         self._bulk = True
         self._in_fork: S3fsClient | None = None
 
@@ -90,7 +90,8 @@ class ObstoreClient:
         import obstore  # noqa: PLC0415  # optional
 
         with self._mapped(key):
-            obstore.put(self._bucket(), key, _payload(buffers), use_multipart=False)
+            bucket = self._bucket(nbytes=sum(map(nbytes, buffers)))
+            obstore.put(bucket, key, _payload(buffers), use_multipart=False)
 
     def read(self, key: str, offset: int, nbytes: int) -> Buffer:
         """Return bytes of an object; fewer where it ends before that."""
@@ -179,13 +180,13 @@ class ObstoreClient:
 
     def renew(self) -> None:
         """Forget credentials and connections."""
-        self._store = None
+        self._stores = {}
         if self._in_fork is not None:
             self._in_fork.renew()
 
     def close(self) -> None:
         """Let go of connections."""
-        self._store = None
+        self._stores = {}
         if self._in_fork is not None:
             self._in_fork.close()
 
@@ -196,12 +197,17 @@ class ObstoreClient:
             self._in_fork = S3fsClient(self._settings, self._options)
         return self._in_fork
 
-    def _bucket(self, *, bulk: bool = True) -> Any:
-        if self._store is None:
-            self._store = self._connect(bulk=True), self._connect(bulk=False)
-        return self._store[0 if bulk else 1]
+    def _bucket(self, *, bulk: bool = True, nbytes: int = 0) -> Any:
+        """Return a connected store that is patient enough for an upload of so many bytes."""
+        answer_s, doublings = self._settings.timeout_s, 0
+        while 0 < answer_s < self._settings.upload_s(nbytes):
+            answer_s, doublings = answer_s * 2, doublings + 1
+        stores, kind = self._stores, (bulk, doublings)
+        if kind not in stores:
+            stores[kind] = self._connect(bulk=bulk, answer_s=answer_s)
+        return stores[kind]
 
-    def _connect(self, *, bulk: bool) -> Any:
+    def _connect(self, *, bulk: bool, answer_s: float) -> Any:
         from obstore.exceptions import UnknownConfigurationKeyError  # noqa: PLC0415
         from obstore.store import S3Store  # noqa: PLC0415
 
@@ -223,7 +229,7 @@ class ObstoreClient:
             client_options={
                 "allow_http": True,
                 "connect_timeout": timedelta(seconds=mine.timeout_s),
-                "read_timeout": timedelta(seconds=mine.timeout_s),
+                "read_timeout": timedelta(seconds=answer_s),  # sending is part of it
                 "timeout": timedelta(days=1),  # of a whole request, however large
             },
             retry_config=_ONCE,

@@ -8,13 +8,13 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_ATTEMPT = re.compile(r"/try-[0-9a-f]{16}(?=/|\Z)")
+_PLACE = re.compile(r"(.*/try-[0-9a-f]{16})(?:/|\Z)", re.DOTALL)
 
 
 def place_of(key: str) -> str | None:
     """Return the place of the group that an object belongs to; None for one of no group."""
-    found = _ATTEMPT.search(key)
-    return key[: found.end()] if found else None
+    found = _PLACE.match(key)
+    return found[1] if found else None
 
 
 class Places(Generic[T]):

@@ -32,6 +32,7 @@ OPTIONS = (
     *("profile", "key", "secret", "token", "anon"),
 )
 _DEFAULT_REGION = "us-east-1"  # what servers other than Amazon's expect
+_SLOWEST = 1024 * 1024  # bytes of one upload a second; slower ones count as stuck
 _ENDPOINT = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGION = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
@@ -62,6 +63,10 @@ class S3Settings:
     path_style: bool
     profile: str | None
     timeout_s: float
+
+    def upload_s(self, nbytes: int) -> float:
+        """Return the seconds that an upload may take until it is answered."""
+        return max(self.timeout_s, nbytes / _SLOWEST)
 
     @property
     def plain(self) -> bool:

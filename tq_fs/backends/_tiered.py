@@ -83,8 +83,8 @@ class TieredBackend:
     queue_bytes
         Bound of what is in front only; a larger group waits for all others.
     upload_memory_bytes
-        Bound of members in memory while they are uploaded; a larger one waits for all others. A
-        driver that copies what it sends takes as much again.
+        Bound of members in memory while they are uploaded; a larger one waits for all others.
+        obstore sends them from there; s3fs and fsspec make copies, up to three times as much.
     deadline_s
         How long a write waits for room in the queue.
     pause_s

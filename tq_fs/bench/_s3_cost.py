@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 from tq_fs.bench._s3_load import Destination, Load
 from tq_fs.bench._s3_place import Place
-from tq_fs.bench._s3_ways import folder_of, ways
-from tq_fs.bench._timing import Timings, Variant, interleave
+from tq_fs.bench._s3_ways import UNSIGNED, WAYS, folder_of, ways
+from tq_fs.bench._timing import Timings, Variant, interleave, runs_in
 
 _SETTLE_S = 0.05  # for what the server does behind the last answer
 
@@ -56,17 +56,21 @@ def measure_load(
         The server fails.
     """
     destination = Destination(load)
+    groups = load.groups
     backend = place.backend("auto")
     try:
         with ways(place, load, destination) as found, _no_collection():
             clear = {name: partial(backend.delete, folder_of(load, name)) for name in found}
-            measure = partial(_measure, repeats=repeats, progress=progress)
-            groups = load.groups
-            put = measure({n: (partial(w.put, groups), clear[n]) for n, w in found.items()}, load)
-            for way in found.values():
+            check = {name: partial(way.check, destination) for name, way in found.items()}
+            puts = {n: (partial(w.put, groups), clear[n]) for n, w in found.items()}
+            gets = {n: (partial(w.get, groups), check[n]) for n, w in found.items()}
+            put = _measure(puts, len(groups), repeats=repeats, progress=progress)
+            for name, way in found.items():
                 way.put(groups)
-            checks = {n: partial(w.check, destination) for n, w in found.items()}
-            get = measure({n: (partial(w.get, groups), checks[n]) for n, w in found.items()}, load)
+                way.get(groups)
+                check[name]()
+            gets.pop(UNSIGNED, None)  # there is nothing to sign
+            get = _measure(gets, len(groups), repeats=repeats, progress=progress)
             for remove in clear.values():
                 remove()
             return {"put": put, "get": get}
@@ -74,16 +78,20 @@ def measure_load(
         backend.close()
 
 
+def runs_of_load(repeats: int) -> int:
+    """Return how often :func:`measure_load` calls `progress`."""
+    return runs_in(WAYS, repeats) + runs_in(WAYS, repeats) - (repeats + 1)
+
+
 def _measure(
-    runs: dict[str, tuple[Callable[[], object], Callable[[], object]]],
-    load: Load,
+    runs: Mapping[str, tuple[Callable[[], object], Callable[[], object]]],
+    count: int,
     *,
     repeats: int,
     progress: Callable[[], object],
 ) -> Cost:
-    """Time runs, each with what comes after it, which is not timed."""
+    """Time runs over `count` groups, each with what comes after it, which is not timed."""
     cpu = Timings({name: [] for name in runs})
-    count = len(load.groups)
 
     def timed(name: str, run: Callable[[], object]) -> None:
         start = time.process_time()
@@ -102,11 +110,13 @@ def _measure(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector out of the runs."""
+    """Keep the garbage collector out of the runs, and what is there before out of its sight."""
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.enable()
 
 

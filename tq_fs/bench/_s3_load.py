@@ -69,12 +69,12 @@ def small_objects(count: int) -> Load:
     for step in _steps(count):
         name = next(n for n in step.members if n.startswith("routed_experts/"))
         groups.append(Group(step.name, {"c.0": step.members[name]}, ("c.0",)))
-    return Load("", "Objects of 0.66 MB", groups)
+    return Load("", "objects of 0.66 MB", groups)
 
 
 def steps(count: int) -> Load:
     """Return Steps of 0.66 MB as an object store gets them: two fields and one ``zarr.json``."""
-    return Load("step.", "Steps of 0.66 MB, three objects each", _steps(count))
+    return Load("step.", "Steps of 0.66 MB", _steps(count))
 
 
 def large_objects(count: int) -> Load:
@@ -82,7 +82,7 @@ def large_objects(count: int) -> Load:
     rng = np.random.default_rng(0)
     data = [rng.integers(0, 256, LARGE_BYTES, np.uint8) for _ in range(min(count, _DIFFERENT))]
     groups = [Group(f"{i:06d}", {"c.0": (data[i % len(data)],)}, ("c.0",)) for i in range(count)]
-    return Load("large.", "Objects of 8 MiB", groups)
+    return Load("large.", "objects of 8 MiB", groups)
 
 
 def _steps(count: int) -> list[Group]:

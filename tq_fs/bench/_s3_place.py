@@ -10,6 +10,7 @@ from typing import Literal
 
 from tq_fs.backends import ObjectBackend, Retry, open_object_backend
 from tq_fs.bench.servers import s3_server
+from tq_fs.errors import InvalidConfig
 from tq_fs.storage_options import StorageOptions
 
 _BUCKET = "tq-fs-bench"
@@ -84,6 +85,8 @@ def measuring_bucket(url: str | None, server: ServerKind) -> Iterator[Place]:
     """
     own = f"bench-{os.urandom(6).hex()}"
     if url is not None:
+        if not url.startswith("s3://"):
+            raise InvalidConfig("is no s3:// URL", subject=repr(url), remedy="s3://bucket/prefix")
         place = Place(
             url=f"{url.rstrip('/')}/{own}", kind=url, options=StorageOptions(), environment={}
         )

@@ -24,7 +24,7 @@ from tq_fs.trajectory import StepInput
 
 STEP = Shape(8192, 40, 8, "uint8")
 _SESSION_STEPS = 16
-_SESSIONS = 6  # open at once: their arrays together are twice the budget
+_SESSIONS = 16  # open at once: more than the queue of uploads and the budget take together
 _DEADLINE_S = 600.0
 
 

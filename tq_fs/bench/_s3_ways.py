@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
-
 from tq_fs.backends import Buffer, ObjectBackend, ObstoreBackend
 from tq_fs.bench._s3_load import Destination, Group, Load
 from tq_fs.bench._s3_place import Place
@@ -24,6 +23,7 @@ HTTP, S3FS, OURS, UNSIGNED, OURS_S3FS = (
     "tq-fs unsigned",
     "tq-fs by s3fs",
 )
+WAYS = (HTTP, S3FS, OURS, UNSIGNED, OURS_S3FS)
 _SIGNED_S = 24 * 3600
 
 

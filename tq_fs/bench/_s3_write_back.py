@@ -19,7 +19,7 @@ from tq_fs.errors import DependencyMissing, FatalError
 
 MiB = 1024 * 1024
 BUDGET_BYTES = 512 * MiB
-QUEUE_BYTES = 1024 * MiB  # so that waiting for uploads reaches the budget
+QUEUE_BYTES = 256 * MiB  # so small that waiting for uploads reaches the budget
 _INTERVAL_S = 0.01
 _LOG_LINES = 30
 

@@ -1,7 +1,7 @@
 """``tq-fs bench s3``: an object store through our drivers, http.client and s3fs.
 
-Everyone writes and reads the same bytes at one time of the same round, eight requests at once, in
-one process with the server in another; ratios are medians of pairs of one round. What is fair:
+Everyone writes and reads the same bytes in every round, eight requests at once, from one process
+with the server in another; ratios are medians of pairs of one round. What is fair:
 
 * **http.client** is the floor: one connection a thread that stays open, URLs signed beforehand, the
   same buffers sent from where they lie and received where they belong. It signs no payload, checks
@@ -11,18 +11,20 @@ one process with the server in another; ratios are medians of pairs of one round
 * **tq-fs** publishes a group from the buffers a Step has, and reads into an array that is used
   again, from threads as a store calls it. Its retry policy and errors are around every request.
 * Over plain HTTP our driver and s3fs sign the SHA-256 of what they send, so that the server notices
-  damage; s3fs adds a CRC-32. The rows *unsigned* leave the SHA-256 out, as our driver does
-  over TLS; over https there are no such rows, because they would be the same.
+  damage; s3fs adds a CRC-32. The row *unsigned* leaves the SHA-256 out, as our driver does over
+  TLS; over https there is no such row, because it would be the same.
 * Writing a Step of three objects, tq-fs and http.client send them one behind the other, the commit
   last; s3fs sends all objects of all Steps as they come.
-* Processor time is that of this process with all threads. Kernels, too, copy in the sender's and
-  the receiver's time; the server's own does not count.
+* Processor time is that of this process with all its threads, Rust's and asyncio's included, and
+  with what the kernel does for them. Server and client share the machine, so it says more than
+  throughput does where the server is what is slow.
 
 Whatever is read is compared with what was written, bit for bit, outside of the timed part. The
 garbage collector runs between the runs only, which is a gift to s3fs.
 
 The last part records Steps through a write-back tier in a process of its own, and samples its
-resident memory from outside. Its sessions are finalized and released as it goes.
+resident memory from outside. Its sessions are finalized and released as it goes; the queue of
+uploads is so small that waiting for them fills the budget.
 """
 
 from __future__ import annotations
@@ -37,12 +39,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tq_fs.bench import _s3_load as loads
-from tq_fs.bench._s3_cost import Cost, measure_load
+from tq_fs.bench._s3_cost import Cost, measure_load, runs_of_load
 from tq_fs.bench._s3_load import Load
 from tq_fs.bench._s3_place import Place, ServerKind, measuring_bucket
 from tq_fs.bench._s3_ways import CONCURRENCY, HTTP, OURS, OURS_S3FS, S3FS, UNSIGNED
 from tq_fs.bench._s3_write_back import WriteBack, measure_write_back, steps_in
-from tq_fs.bench._timing import runs_in
 
 __all__ = ["Measured", "S3Bench", "document", "figures", "measure", "show"]
 
@@ -63,14 +64,14 @@ class S3Bench:
     repeats
         Counted rounds; one more comes before.
     objects
-        Objects of 0.66 MB, and Steps, in a timed run; of 8 MiB there are a quarter as many.
+        Objects of 0.66 MB in a timed run; there are half as many Steps, and an eighth of 8 MiB.
     write_back_bytes
         Stored bytes that are recorded through a write-back tier; 0 leaves that out.
     """
 
     url: str | None = None
     server: ServerKind = "auto"
-    repeats: int = 9
+    repeats: int = 15
     objects: int = 64
     write_back_bytes: int = 8 * GiB
 
@@ -133,8 +134,8 @@ def measure(bench: S3Bench, console: Console) -> Measured:
     """
     chosen = (
         loads.small_objects(bench.objects),
-        loads.steps(bench.objects),
-        loads.large_objects(max(1, bench.objects // 4)),
+        loads.steps(max(1, bench.objects // 2)),
+        loads.large_objects(max(1, bench.objects // 8)),
     )
     with measuring_bucket(bench.url, bench.server) as place:
         costs = [(load, _measure_load(place, load, bench, console)) for load in chosen]
@@ -186,12 +187,12 @@ def document(bench: S3Bench, measured: Measured) -> dict[str, Any]:
 def show(bench: S3Bench, measured: Measured, console: Console) -> None:
     """Print the tables for people."""
     console.print(
-        f"{CONCURRENCY} requests at once on {measured.place}; runs of {bench.objects} objects or "
-        f"Steps, {bench.repeats} repeats"
+        f"{CONCURRENCY} requests at once on {measured.place}; {bench.repeats} repeats; runs of "
+        + ", ".join(f"{len(load.groups)} {load.title}" for load, _ in measured.costs)
     )
     for load, costs in measured.costs:
         for verb, cost in costs.items():
-            console.print(_table(f"{load.title}: {verb}", cost, load.group_bytes(verb)))
+            console.print(_table(f"{verb.capitalize()} {load.title}", cost, load.group_bytes(verb)))
     console.print(_targets(figures(measured)))
 
 
@@ -231,9 +232,7 @@ def _number(value: float) -> str:
 
 
 def _measure_load(place: Place, load: Load, bench: S3Bench, console: Console) -> dict[str, Cost]:
-    ways = (HTTP, S3FS, *_DRIVERS.values())
-    total = 2 * runs_in(ways, bench.repeats)
-    with _progress(console, load.title, total) as advance:
+    with _progress(console, load.title, runs_of_load(bench.repeats)) as advance:
         return measure_load(place, load, repeats=bench.repeats, progress=advance)
 
 

@@ -178,12 +178,12 @@ def _add_s3(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="server to start; auto: MinIO's code where it is installed (default: %(default)s)",
     )
     add = parser.add_argument
-    add("--repeats", type=_positive, default=9, help="counted rounds (default: %(default)s)")
+    add("--repeats", type=_positive, default=15, help="counted rounds (default: %(default)s)")
     add(
         "--objects",
         type=_positive,
         default=64,
-        help="objects of 0.66 MB, or Steps, in a timed run (default: %(default)s)",
+        help="objects of 0.66 MB in a timed run (default: %(default)s)",
     )
     add(
         "--write-back-bytes",

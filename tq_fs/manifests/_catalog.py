@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,6 +36,8 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 TRAJECTORY = "trajectory.msgpack"
 _ROOT = "manifests"
+_PARTS = 4  # manifests / partition / session / incarnation
+_STATE = re.compile(r"state-[0-9]{8,}\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +210,12 @@ class Catalog:
             ) from error
 
     def entries(self) -> Iterator[Entry]:
-        """Yield what lies under ``manifests/``, incarnation by incarnation."""
-        for path, group in itertools.groupby(
-            (key.split("/", 1)[1] for key, _ in self._backend.walk(_ROOT)),
-            key=lambda key: key.rpartition("/")[0],
-        ):
-            yield Entry(path, frozenset(key.rpartition("/")[2] for key in group))
+        """Yield what the Controller has written, incarnation by incarnation."""
+        keys = (key.split("/") for key, _ in self._backend.walk(_ROOT))
+        for path, group in itertools.groupby(keys, key=lambda parts: "/".join(parts[1:_PARTS])):
+            mine = frozenset(p[_PARTS] for p in group if len(p) == _PARTS + 1 and _is_ours(p[-1]))
+            if mine:
+                yield Entry(path, mine)
 
     def read(self, path: str, names: Collection[str] | None = None) -> Found | None:
         """Return the manifest and state at a path, if there is a manifest.
@@ -233,8 +236,25 @@ class Catalog:
         found = self._read(prefix) if MANIFEST in names else None
         if found is None:
             return None
+        return Found(found.manifest, self.state(path, names))
+
+    def state(self, path: str, names: Collection[str] | None = None) -> SessionState:
+        """Return what has happened to the Segments of the manifest at a path.
+
+        Parameters
+        ----------
+        names
+            What lies there, where that is known.
+
+        Raises
+        ------
+        CorruptError
+        """
+        prefix = f"{_ROOT}/{path}"
+        if names is None:
+            names = set(self._backend.list(prefix))
         states = [self._state(f"{prefix}/{name}") for name in sorted(names) if _is_state(name)]
-        return Found(found.manifest, _merged([s for s in states if s is not None]))
+        return _merged([s for s in states if s is not None])
 
     def clear(self, path: str) -> None:
         """Remove what lies at a path that has no manifest; idempotent."""
@@ -329,7 +349,11 @@ def _state_name(epoch: int) -> str:
 
 
 def _is_state(name: str) -> bool:
-    return name.startswith("state-")
+    return _STATE.fullmatch(name) is not None
+
+
+def _is_ours(name: str) -> bool:
+    return name in (MANIFEST, TRAJECTORY) or _is_state(name)
 
 
 def _merged(states: Sequence[SessionState]) -> SessionState:

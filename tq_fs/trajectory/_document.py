@@ -160,8 +160,10 @@ def encode_trajectory(document: TrajectoryDocument) -> bytes:
         `extra` holds something that msgpack has no form for.
     """
     try:
+        extra = msgspec.msgpack.encode(document.extra)
+        msgspec.msgpack.decode(extra, type=dict[str, Any])  # what is written can be read
         body = msgspec.msgpack.encode(document)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise InvalidField(
             f"cannot be kept: {error}",
             subject=f"extra of {document.incarnation}",

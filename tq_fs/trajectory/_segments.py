@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tq_fs.errors import InvalidConfig
+from tq_fs.errors import InvalidConfig, StepMissing
 from tq_fs.fields import FieldSpec
 from tq_fs.manifests import Fragment, SegmentEntry, View
 from tq_fs.trajectory._records import StepRecord, Tokens
@@ -155,8 +155,10 @@ def segment_entry(
 def _fragments(chain: Sequence[StepRecord], spec: FieldSpec) -> tuple[Fragment, ...]:
     out = []
     for record, source, target in pieces(chain, spec):
-        assert record.stored is not None
-        chunks = record.stored.fields[spec.name].layout.chunk_range(source)
+        array = record.stored.fields.get(spec.name) if record.stored is not None else None
+        if array is None:  # only where a session is read back
+            raise StepMissing(f"its {spec.name} is not there", subject=f"Step {record.index}")
+        chunks = array.layout.chunk_range(source)
         out.append(Fragment(step=record.index, source=source, target=target, chunks=chunks))
     return tuple(out)
 
