@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tq_fs.bench.servers import S3Server, s3_server as start_server
+from tq_fs.bench.servers import S3Server
+from tq_fs.bench.servers import s3_server as start_server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--s3-server", choices=("moto", "minio"), default="moto")
+    parser.addoption("--fault-seed", type=int, help="run this one fault schedule only")
+    parser.addoption("--fault-schedules", type=int, help="run the first so many fault schedules")
 
 
 @pytest.fixture(scope="session")

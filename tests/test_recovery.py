@@ -44,7 +44,7 @@ from tq_fs.backends import ObjectBackend, Retry, is_attempt, open_object_backend
 from tq_fs.bench.servers import S3Server
 from tq_fs.errors import StorageFull, StoreBusy, StoreFenced, TqFsError, WrongStore
 from tq_fs.keys import SegmentRef
-from tq_fs.manifests import SessionManifest, SessionState, check_manifest, decode
+from tq_fs.manifests import Mode, SessionManifest, SessionState, check_manifest, decode
 from tq_fs.recovery import Recovery
 from tq_fs.storage_options import StorageOptions
 
@@ -447,7 +447,15 @@ def key_of(objects: Objects, session: str, name: str = "manifest.json") -> str:
     return key
 
 
-@pytest.mark.parametrize("damage", MANIFEST_DAMAGE)
+@pytest.mark.parametrize(
+    ("where", "damage"),
+    [
+        *(("memory", damage) for damage in MANIFEST_DAMAGE),
+        ("file", "cut"),
+        pytest.param("s3", "a flipped bit", marks=pytest.mark.s3),
+    ],
+    indirect=["where"],
+)
 def test_a_damaged_manifest_is_made_anew_and_what_was_released_stays_so(
     where: Where, damage: str
 ) -> None:
@@ -482,7 +490,7 @@ def test_a_damaged_manifest_is_made_anew_and_what_was_released_stays_so(
     assert set(where.objects()) == {"store.json"}
 
 
-REBUILDS = {
+REBUILDS: dict[str, tuple[Mode, Case]] = {
     "snapshot, some routes unknown, compact": (
         "snapshot", Case(stored="uint8", experts=256, holes="values", extras=False)),
     "tito, rows unknown, a field resident": (
@@ -501,12 +509,12 @@ def test_a_manifest_made_anew_says_what_the_old_one_said(case: str, session_id: 
         Op("create", 0, 3, 20), Op("append", 0, 2, 9), Op("branch", 0, 4, 5), Op("append", 0, 0, 0),
         Op("boundary", 1, 6, 2),
     ]  # fmt: skip
-    rollout = Rollout(fields, mode).play(ops, np.random.default_rng(0))  # type: ignore[arg-type]
+    rollout = Rollout(fields, mode).play(ops, np.random.default_rng(0))
     expected = [e.slime(specs(fields)) for view in VIEWS for e in rollout.expected(view)]
     more = {"transfer": how.transfer, "layer_groups": how.layer_groups}
     with in_memory() as where:
         with where.open(fields, **more) as store:
-            session = store.session(session_id, mode=mode)
+            session = store.session(session_id, mode=mode)  # type: ignore[arg-type]
             rollout.record(session)
             refs = refs_of(session.finalize(views=VIEWS, consumers=["b", "a"]))
         (key,) = [k for k in where.objects() if k.endswith("/manifest.json")]

@@ -188,7 +188,7 @@ def test_a_process_killed_at_any_moment_again_and_again(tmp_path: Path, policy: 
         process.kill()
         rest = process.stdout.read()  # not by communicate, which passes over what is buffered
         _, error = process.communicate(timeout=20)
-        assert not error, error
+        assert "Traceback" not in error, error
         past.hear("".join(said) + rest)
         check(tmp_path, policy, past)
     assert past.published

@@ -190,7 +190,7 @@ def test_another_process_gets_what_this_one_had(
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(said) == len(stored)
     for i, (memory, mine, theirs) in enumerate(zip(kept, stored, said, strict=True)):
-        arrays = [memory.tokens, memory.loss_mask, memory.arrays["logprobs"]]
+        arrays: list[Any] = [memory.tokens, memory.loss_mask, memory.arrays["logprobs"]]
         arrays += [batch[name][i].numpy() for name in sorted(batch)]
         digest = hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
         kinds = [[str(a.dtype), list(a.shape)] for a in arrays]

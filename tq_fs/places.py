@@ -158,7 +158,7 @@ def _open_object_store(
         timeout_s=config.request_timeout_s,
     )
     opened.callback(backend.close)
-    _identify(backend, config.store_id, create=create and not read_only)
+    _identify(backend, config.store_id, create=create, read_only=read_only)
     steps: Backend = backend
     if config.tier is not None:
         steps = _open_tier(backend, config, config.tier, read_only=read_only, opened=opened)
@@ -175,7 +175,7 @@ def _open_object_store(
     )
 
 
-def _identify(backend: ObjectBackend, store_id: str, *, create: bool) -> None:
+def _identify(backend: ObjectBackend, store_id: str, *, create: bool, read_only: bool) -> None:
     """Check that a prefix is this store's, or make it so.
 
     Raises
@@ -191,6 +191,8 @@ def _identify(backend: ObjectBackend, store_id: str, *, create: bool) -> None:
     except ObjectMissing:
         if not create:
             raise _no_store(backend.url) from None
+        if read_only:
+            raise
         strange = list(backend.list(""))
         if strange:
             raise WrongStore(

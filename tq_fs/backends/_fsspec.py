@@ -176,9 +176,7 @@ class S3fsClient:
     def _connect(self) -> Any:
         try:
             import s3fs  # noqa: PLC0415  # optional
-            from aiobotocore.session import (  # type: ignore[import-untyped]  # noqa: PLC0415
-                AioSession,
-            )
+            from aiobotocore.session import AioSession  # noqa: PLC0415
             from botocore.handlers import add_expect_header  # noqa: PLC0415
         except ImportError as error:
             raise missing("s3fs", "s3") from error
