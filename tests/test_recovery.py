@@ -514,7 +514,7 @@ def test_a_manifest_made_anew_says_what_the_old_one_said(case: str, session_id: 
     more = {"transfer": how.transfer, "layer_groups": how.layer_groups}
     with in_memory() as where:
         with where.open(fields, **more) as store:
-            session = store.session(session_id, mode=mode)  # type: ignore[arg-type]
+            session = store.session(session_id, mode=mode)
             rollout.record(session)
             refs = refs_of(session.finalize(views=VIEWS, consumers=["b", "a"]))
         (key,) = [k for k in where.objects() if k.endswith("/manifest.json")]
