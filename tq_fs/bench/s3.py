@@ -20,7 +20,7 @@ with the server in another; ratios are medians of pairs of one round. What is fa
   throughput does where the server is what is slow.
 
 Whatever is read is compared with what was written, bit for bit, outside of the timed part. The
-garbage collector runs between the runs only, which is a gift to s3fs.
+garbage collector works between the runs only; with it nothing but noise changes.
 
 The last part records Steps through a write-back tier in a process of its own, and samples its
 resident memory from outside. Its sessions are finalized and released as it goes; the queue of
