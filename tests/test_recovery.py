@@ -40,7 +40,7 @@ from tests._rollouts import (
 )
 from tests.test_identity import Case
 from tq_fs import StoreConfig, recover_store
-from tq_fs.backends import ObjectBackend, Retry, is_attempt, open_object_backend
+from tq_fs.backends import FsspecBackend, ObjectBackend, Retry, is_attempt, open_object_backend
 from tq_fs.bench.servers import S3Server
 from tq_fs.errors import StorageFull, StoreBusy, StoreFenced, TqFsError, WrongStore
 from tq_fs.keys import SegmentRef
@@ -160,14 +160,16 @@ def fill(store: tq_fs.Store) -> list[str]:
     for_two = finalize(store, "for-two", consumers=["train", "eval"])
     in_part = finalize(store, "in-part")
     released = finalize(store, "released")
+    store.release(whole[2:3])  # its Steps are another Segment's, too
     store.release(for_two, "eval")
     store.release(in_part[:1])
     store.release(released)
     ROLLOUTS["open"]().record(store.session("open"))
-    return sorted([*whole, *for_two, *in_part[1:]])
+    return sorted([*whole[:2], *whole[3:], *for_two, *in_part[1:]])
 
 
-FOUND = Recovery(sessions=3, segments=7 + 1 + 2, unreleased=7 + 1 + 1, steps=4 + 3 + 2)
+RELEASED_IN_PART = ("whole", "for-two", "in-part")
+FOUND = Recovery(sessions=3, segments=7 + 1 + 2, unreleased=6 + 1 + 1, steps=4 + 3 + 2)
 
 
 @functools.cache
@@ -651,22 +653,34 @@ def test_what_strangers_put_beside_and_below_steps_takes_nothing_with_it(where: 
         live = fill(store)
     where.recover()
     clean = where.objects()
-    place = place_of(clean, "for-two", 1)
-    parts = place.split("/")
-    strange = {"/".join([*parts[:n], ".note" if n > 6 else "note.txt"]): b"?" for n in range(7)}
-    strange |= {f"{'/'.join(parts[:5])}/a/b/c/zarr.json": b"?", f"{place}/more/c.0": b"?"}
-    where.put({key: data for key, data in strange.items() if "note" in key or "/a/" in key})
+    parts = place_of(clean, "for-two", 1).split("/")
+    where.put({"/".join([*parts[:n], "note.txt"]): b"?" for n in range(len(parts) + 1)})
+    where.put({f"{'/'.join(parts[:5])}/a/b/c/zarr.json": b"?"})
     if where.url.startswith("s3"):
-        with closing(where.backend()) as backend:
-            client: Any = backend._client
-            for n in range(1, 8):
-                client.put("runs/default/" + "/".join([*parts, "x"][:n]) + "/", [b""])
+        put_markers(where, parts)
     found = where.recover()
     assert (found.incomplete, found.unreadable, found.sessions) == ((), (), 3)
-    after = where.objects()
-    assert {k: after.get(k) for k in but(clean)} == but(clean)
+    with closing(where.backend()) as backend:
+        assert {key: backend.get(key) for key in but(clean)} == but(clean)
     with where.open() as store:
         check(store, live)
+
+
+def put_markers(where: Where, parts: list[str]) -> None:
+    """Put empty objects whose keys end in a slash, which only one of the drivers can."""
+    prefix = where.url.removeprefix("s3://").partition("/")[2]
+    with closing(FsspecBackend(f"{where.url}/default")) as backend:
+        client: Any = backend._client
+        markers = [f"{prefix}/default/{'/'.join(parts[:n])}/" for n in range(1, len(parts) + 1)]
+        try:
+            for marker in markers:
+                client.put(marker, [b""])
+        except TqFsError:
+            return  # MinIO's gateway has folders, and takes none of them for an object
+        keys = {
+            k for page in client.pages(f"{prefix}/", deep=True, after="") for k, _ in page.objects
+        }
+        assert keys.issuperset(markers)
 
 
 # ---------------------------------------------------------------- whatever is lost
@@ -778,6 +792,6 @@ def check_what_is_left(where: Where, live: list[str], found: Recovery) -> None:
         assert store.recovery.sessions == found.sessions
         assert store.recovery.incomplete == found.incomplete
         for ref in store.unreleased("train"):
-            assert ref in live or session_of(ref) in ("in-part", "for-two")  # the note is lost
+            assert ref in live or session_of(ref) in RELEASED_IN_PART  # the note is lost
             with suppress(tq_fs.errors.MissingError, tq_fs.errors.CorruptError):
                 assert_batch(store.hydrate([ref]), [want(ref)])

@@ -321,6 +321,10 @@ REFUSALS = {
         "404 Not Found", "NoSuchBucket", "The specified bucket does not exist", BucketMissing,
         "create the bucket",
     ),
+    "a token that is none": Refusal(
+        "400 Bad Request", "InvalidToken", "The provided token is malformed or otherwise invalid.",
+        StorageDenied, "check the credentials",
+    ),
     "what the server cannot do": Refusal(
         "501 Not Implemented", "NotImplemented", "A header you provided implies functionality that "
         "is not implemented", StorageRefused, "use another one",
@@ -432,7 +436,19 @@ def expired(request: Message, valid: Callable[[], str], status: str) -> Message 
     return error_answer(request, status, "ExpiredToken", "The provided token has expired.")
 
 
-def test_expired_credentials_are_fetched_anew(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lenient(way: Way) -> Iterator[Way]:
+    """Give a way to a server that does not look into tokens; only the gate does."""
+    if way.server.kind == "minio":
+        pytest.skip("MinIO refuses tokens that it has not made")
+    yield way
+    way.backend._client.renew()
+
+
+def test_expired_credentials_are_fetched_anew(
+    lenient: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = lenient
     way.backend.put("k", b"value")
     token = ["first"]
     way.gate.answer = lambda request: expired(request, lambda: token[0], "400 Bad Request")
@@ -447,7 +463,8 @@ def test_expired_credentials_are_fetched_anew(way: Way, monkeypatch: pytest.Monk
         assert len(used) <= 4, name
 
 
-def test_what_stays_expired_is_said_so(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stays_expired_is_said_so(lenient: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = lenient
     monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
     way.backend._client.renew()
     way.gate.answer = lambda request: expired(request, lambda: "new", "400 Bad Request")
@@ -463,8 +480,9 @@ def test_what_stays_expired_is_said_so(way: Way, monkeypatch: pytest.MonkeyPatch
 
 
 def test_threads_that_find_credentials_expired_all_go_on(
-    way: Way, monkeypatch: pytest.MonkeyPatch
+    lenient: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    way = lenient
     monkeypatch.setenv("AWS_SESSION_TOKEN", "new")
     way.gate.answer = lambda request: expired(request, lambda: "new", "403 Forbidden")
     with ThreadPoolExecutor(8) as pool:
@@ -473,8 +491,9 @@ def test_threads_that_find_credentials_expired_all_go_on(
     assert found == [b"%d" % i for i in range(24)]
 
 
-def test_a_run_outlives_its_credentials(way: Way, tmp_path: Path) -> None:
+def test_a_run_outlives_its_credentials(lenient: Way, tmp_path: Path) -> None:
     """The token lies in a file, which somebody else replaces in time."""
+    way = lenient
     file = tmp_path / "token"
     file.write_text("hour 0\n")
     options = {"key": "env:AWS_ACCESS_KEY_ID", "secret": "env:AWS_SECRET_ACCESS_KEY"}

@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,16 +51,11 @@ DOWN = StorageUnreachable("no answer")
 class TestTieredBackend(BackendSuite):
     @pytest.fixture
     def backend(self, tmp_path: Path, policy: str) -> Iterator[Backend]:
-        front = LocalBackend(tmp_path / "front", ahead=0)
-        back = FsspecBackend(f"memory://{uuid.uuid4().hex}/root")
-        cache = NodeCache(tmp_path / "cache", 2**30)
-        backend = TieredBackend(front, back, policy=policy, cache=cache)
+        tiers = Tiers(tmp_path)
+        backend = tiers.open(policy, cache=NodeCache(tmp_path / "cache", 2**30))
         yield backend
         backend.close()
-        for name in back.list(""):
-            back.delete(name)  # fsspec's memory is one for the whole process
-        back.close()
-        front.close()
+        tiers.close()
 
     def test_pickles_as_configuration(self, backend: Backend) -> None:
         """It belongs to the process that writes."""

@@ -4,8 +4,8 @@ from tq_fs.backends._base import COMMIT, Backend, Buffer, ObjectReader
 from tq_fs.backends._errors import mapped
 from tq_fs.backends._fsspec import FsspecBackend
 from tq_fs.backends._local import STAGING, LocalBackend
-from tq_fs.backends._objects import ObjectBackend, is_attempt
 from tq_fs.backends._node_cache import NodeCache
+from tq_fs.backends._objects import ObjectBackend, is_attempt
 from tq_fs.backends._obstore import ObstoreBackend
 from tq_fs.backends._open import open_object_backend
 from tq_fs.backends._retry import Retry

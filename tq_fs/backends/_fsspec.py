@@ -421,7 +421,7 @@ def split(url: str) -> tuple[str, str]:
         It has none, or parts that an address of a bucket does not have.
     """
     found = urlsplit(url)
-    if not found.netloc or "@" in found.netloc or found.query or found.fragment:
+    if not found.netloc or set("@:") & set(found.netloc) or found.query or found.fragment:
         raise InvalidConfig(
             "is no address of a bucket",
             subject=repr(without_secrets(url)),
@@ -430,8 +430,16 @@ def split(url: str) -> tuple[str, str]:
     return found.netloc, found.path.strip("/")
 
 
+def _holds_password(url: str) -> bool:
+    found = urlsplit(url)
+    try:
+        return found.password is not None or found.port == -1
+    except ValueError:  # no port, but the beginning of a password that holds a "/"
+        return True
+
+
 def _check_url(url: str) -> None:
-    if urlsplit(url).password is not None:
+    if _holds_password(url):
         raise InvalidConfig(
             "holds a password",
             subject=repr(without_secrets(url)),

@@ -20,8 +20,8 @@ from tq_fs.errors import (
     ObjectExists,
     ObjectMissing,
     ObjectShort,
-    StorageFailed,
     StepTooLarge,
+    StorageFailed,
     TqFsError,
 )
 

@@ -211,7 +211,7 @@ _KINDS = (
     ),
     _kind(
         StorageDenied,
-        "",
+        "InvalidToken",  # with status 400
         (401, 403),
         "check the credentials, and that their policy allows s3:GetObject, PutObject, DeleteObject "
         "and ListBucket here",
