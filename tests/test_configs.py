@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,19 @@ import yaml
 import tq_fs
 from tests._rollouts import assert_batch, record, specs, standard_fields
 from tq_fs import StoreConfig, TierConfig
+from tq_fs.backends._s3 import OPTIONS as KNOWN_OPTIONS
+from tq_fs.store import _LOCAL, _REMOTE
 
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
 NAMES = ("local-nvme", "s3", "minio", "tiered")
 FIELDS = standard_fields()
 LINE = re.compile(r"^(?P<indent> *)(?P<key>[a-z_]+):(?P<rest>.*)$")
+# A value, perhaps with a unit; then what counts where the value is none or auto.
+SAID = re.compile(
+    r"default: (?P<value>[^\s,]+?)(?: (?P<unit>MiB|GiB))?(?:, which is (?P<here>\w+)(?: here)?)?"
+    r"[.,]?(?:\s|$)"
+)
+UNITS = {None: 1, "MiB": 2**20, "GiB": 2**30}
 OPTIONS = {"endpoint_url", "region", "profile", "addressing_style", "key", "secret"}
 
 
@@ -46,6 +55,7 @@ def test_an_example_configuration_is_valid(name: str) -> None:
     config = StoreConfig.from_yaml(CONFIGS / f"{name}.yaml")
     assert config.url is not None
     assert (config.tier is not None) == (name == "tiered")
+    assert pickle.loads(pickle.dumps(config)) == config  # a literal secret would not travel
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,13 +67,24 @@ def test_every_key_tells_its_default(name: str) -> None:
         assert comment.startswith("default: "), key
         if key.startswith("storage_options") or key in ("tier", "url"):
             continue
-        said = re.match(r"default: ([^\s,]+?)[.,]?(\s|$)", comment)
+        said = SAID.match(comment)
         assert said is not None, key
         want = default_of(key)
         if want is None:
-            assert said[1] in ("none", "all"), key
+            assert said["value"] in ("none", "all"), key
         else:
-            assert yaml.safe_load(said[1]) == want, key
+            assert yaml.safe_load(said["value"]) * UNITS[said["unit"]] == want, key
+        assert key not in (chosen := chosen_by(name)) or said["here"] == chosen[key], key
+
+
+def chosen_by(name: str) -> dict[str, str]:
+    """Return what is chosen by the kind of store where nothing is said, in the comments' words."""
+    local = name == "local-nvme"
+    threads = {key: str(count) for key, count in (_LOCAL if local else _REMOTE).items()}
+    return threads | {
+        "layout": "full" if local else "compact",
+        "persist_trajectories": "off" if local else "on",
+    }
 
 
 def test_every_key_stands_in_an_example() -> None:
@@ -72,6 +93,7 @@ def test_every_key_stands_in_an_example() -> None:
     want |= {f"tier.{f.name}" for f in dataclasses.fields(TierConfig)}
     want |= {f"storage_options.{name}" for name in OPTIONS}
     assert told == want
+    assert set(KNOWN_OPTIONS) >= OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -86,8 +108,6 @@ def test_an_example_configuration_opens_a_store(
         values["url"] = tmp_path.as_uri()
     else:
         values["url"] = f"s3://{request.getfixturevalue('bucket')}/tq-fs"
-        values.get("storage_options", {}).pop("profile", None)  # this machine has none
-        values.get("storage_options", {}).pop("region", None)
     if name == "tiered":
         values["tier"]["folder"] = str(tmp_path / "front")
     config = StoreConfig.of(values)

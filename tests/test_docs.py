@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tq_fs
+from tq_fs import errors
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
@@ -94,3 +95,19 @@ def test_links_in_the_documentation_lead_somewhere(page: Path) -> None:
 def test_the_documentation_names_no_absent_file_of_the_project(page: Path) -> None:
     named = re.findall(r"`((?:tq_fs|docs|tests|examples|benchmarks)/[\w./-]+)`", page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_error_codes_of_the_guide_are_those_of_the_package() -> None:
+    known, left = set(), [errors.TqFsError]
+    while left:
+        kind = left.pop()
+        known.add(kind.code)
+        left += kind.__subclasses__()
+    table = (
+        (ROOT / "docs/object-stores.md").read_text().partition("| code |")[2].partition("\n\n")[0]
+    )
+    told = {
+        code for row in table.splitlines()[2:] for code in re.findall("`(.*?)`", row.split("|")[1])
+    }
+    assert len(told) > 20
+    assert told <= known
