@@ -20,6 +20,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 COMMAND = re.compile(r"`((?:tq-fs|python|make) [^`]+)`")
 # What makes a long command short; the last of two equal options counts.
 SHORTER = {
+    "tq-fs demo --store": "--payload-mib 8",
     "tq-fs bench step": "--tokens 64 --layers 4 --topk 2 --repeats 1 --root {tmp}",
     "tq-fs bench s3": "--server moto --objects 8 --repeats 1 --write-back-bytes 1000000",
 }

@@ -114,6 +114,13 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=Path("demo-memory.png"),
         help="where to write the plot of memory over time (default: %(default)s)",
     )
+    parser.add_argument(
+        "--payload-mib",
+        type=_positive,
+        default=256,
+        help="routing to take through each path while its memory is measured, in MiB of int32; "
+        "less for a slow store (default: %(default)s)",
+    )
     parser.set_defaults(run=_demo)
 
 
@@ -198,6 +205,7 @@ def _add_s3(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def _demo(arguments: argparse.Namespace) -> int:
     from tq_fs.demo.run import run  # noqa: PLC0415  # needs torch
+    from tq_fs.demo.scenario import DEFAULT  # noqa: PLC0415
 
     config = StoreConfig.from_yaml(arguments.config) if arguments.config else None
     return run(
@@ -205,6 +213,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         url=arguments.store,
         config=config,
         figure=arguments.figure,
+        scale=replace(DEFAULT, payload_bytes=arguments.payload_mib * 2**20),
         console=Console(),
     )
 
