@@ -130,6 +130,7 @@ class Controller:
         unit.settle(incarnation.path)
         self._fence()
         self._publish(manifest, trajectory)
+        self._fence()  # once more: who took the store in between may have swept the Steps
         with self._lock:
             self._released[incarnation] = {c: set() for c in consumers}
         kept = {s.index for s in manifest.steps}

@@ -20,7 +20,7 @@ from tq_fs.backends import (
 )
 from tq_fs.claim import take_claim
 from tq_fs.config import StoreConfig, TierConfig, folder_of
-from tq_fs.errors import ObjectMissing, WrongStore
+from tq_fs.errors import InvalidConfig, ObjectMissing, WrongStore
 from tq_fs.keys import component
 from tq_fs.manifests import STORE_SCHEMA, StoreDocument
 from tq_fs.store_folder import (
@@ -30,6 +30,8 @@ from tq_fs.store_folder import (
     unlock_folder,
     write_claim,
 )
+
+CACHES = ".cache"  # no store's folder begins with a dot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,7 @@ def _nothing() -> None:
 
 
 def _open_folder(url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack) -> Places:
+    _check_no_remote(config)
     root = folder_of(url) / component(config.store_id)
     backend = _open_local(root, config, read_only=read_only, opened=opened)
     found = claim_folder(backend, config.store_id, read_only=read_only)
@@ -127,6 +130,20 @@ def _open_folder(url: str, config: StoreConfig, *, read_only: bool, opened: Exit
         fence=_nothing,  # the lock is one
         confirm=_nothing if read_only else lambda: write_claim(backend, found),
     )
+
+
+def _check_no_remote(config: StoreConfig) -> None:
+    """Refuse settings that a local folder would ignore."""
+    given = {
+        "tier": config.tier is not None,
+        "storage_options": bool(config.storage_options),
+        "driver": config.driver != "auto",
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise InvalidConfig(
+                "is for object stores", subject=name, remedy="leave it out, or use an s3:// URL"
+            )
 
 
 def _open_local(
@@ -223,7 +240,7 @@ def _open_tier(
             write_claim(front, found)
     cache = None
     if tier.cache_bytes:
-        cache = NodeCache(root.with_name(f"{root.name}.cache"), tier.cache_bytes)
+        cache = NodeCache(Path(tier.folder) / CACHES / root.name, tier.cache_bytes)
     backend = TieredBackend(
         front,
         back,

@@ -130,7 +130,7 @@ class ObjectBackend:
         place again.
         """
         _check_members(place, members)
-        last = _commit(members)
+        last = commit_of(members)
         for name in sorted(members, key=last.__eq__):  # the commit behind all others
             self._put(f"{place}/{name}", members[name])
             self._at("committed" if name == last else "member uploaded")
@@ -154,7 +154,7 @@ class ObjectBackend:
         for attempt, names in self._attempts(prefix).items():
             if not is_attempt(attempt):
                 differs = attempt or "an object of that name"
-            elif names.keys().isdisjoint((COMMIT, _commit(members))):
+            elif names.keys().isdisjoint((COMMIT, commit_of(members))):
                 continue  # was never committed
             elif self._equal(f"{prefix}/{attempt}", names, members):
                 return f"{prefix}/{attempt}"
@@ -393,7 +393,7 @@ class RemoteObject:
         """Do nothing: nothing is held open."""
 
 
-def _commit(members: Collection[str]) -> str:
+def commit_of(members: Collection[str]) -> str:
     """Return the member that makes a group visible: see :class:`~tq_fs.backends.Backend`."""
     return COMMIT if COMMIT in members else ([*members] or [""])[-1]
 

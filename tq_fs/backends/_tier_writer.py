@@ -13,7 +13,7 @@ from tq_fs.backends._base import Buffer
 from tq_fs.backends._files import nbytes
 from tq_fs.backends._front import Found, Front
 from tq_fs.backends._group_files import GroupFiles, Upload, UploadCancelled
-from tq_fs.backends._objects import ObjectBackend, new_attempt
+from tq_fs.backends._objects import ObjectBackend, commit_of, new_attempt
 from tq_fs.backends._places import parent_of, place_of
 from tq_fs.backends._seldom import Seldom
 from tq_fs.backends._traffic import Traffic
@@ -34,6 +34,7 @@ _LISTED = 64  # sessions whose objects are compared with the front's at once
 _FRONT_FAILURES = (StorageFull, StorageFailed, StorageDenied, ObjectMissing)  # or removed
 
 Policy = Literal["write-through", "write-back"]
+_Verdict = Literal["clean", "only here", "damaged"]
 
 
 def check_policy(text: str) -> Policy:
@@ -47,7 +48,6 @@ def check_policy(text: str) -> Policy:
         if text == known:
             return known  # type: ignore[no-any-return]
     raise InvalidConfig(f"{text!r} is none of {', '.join(get_args(Policy))}", subject="policy")
-
 
 class TierWriter:
     """Publishes to, and deletes from, a front and the object store behind it. Thread-safe.
@@ -216,25 +216,25 @@ class TierWriter:
     def recover(self) -> int:
         """Count what lies in front and queue what the object store lacks; return how much."""
         self._check_open()
-        judged: list[tuple[Found, bool]] = []
+        judged: list[tuple[Found, _Verdict]] = []
         sessions = (list(g) for _, g in itertools.groupby(self.front.found(), _session_of))
         with ThreadPoolExecutor(self._threads, "tq-fs-recover") as pool:
             while some := list(itertools.islice(sessions, _LISTED)):
                 judged += itertools.chain.from_iterable(pool.map(self._judge, some))
         judged.sort(key=lambda item: item[0].written_ns)
-        for found, clean in judged:
-            self.front.adopt(found, clean=clean)
-            if not clean:
+        for found, verdict in judged:
+            if verdict == "damaged":
+                self.front.local.delete(found.place)
+                continue
+            self.front.adopt(found, clean=verdict == "clean")
+            if verdict == "only here":
                 self.queue.put(Upload(found.place, found.sizes), reserved=False)
-        return sum(not clean for _, clean in judged)
+        return sum(verdict == "only here" for _, verdict in judged)
 
-    def _judge(self, groups: Sequence[Found]) -> list[tuple[Found, bool]]:
-        """Tell for groups of one session whether the object store has them whole."""
+    def _judge(self, groups: Sequence[Found]) -> list[tuple[Found, _Verdict]]:
+        """Tell for groups of one session what the object store has of them."""
         there = dict(self._back.walk(_session_of(groups[0])))
-        return [
-            (group, all(there.get(f"{group.place}/{n}") == s for n, s in group.sizes.items()))
-            for group in groups
-        ]
+        return [(group, _verdict(group, there)) for group in groups]
 
     def close(self) -> None:
         """Upload what is in front only, and stop all threads in any case; idempotent."""
@@ -251,6 +251,16 @@ class TierWriter:
     @property
     def _name(self) -> str:
         return str(self.front.local.root)
+
+
+def _verdict(found: Found, there: Mapping[str, int]) -> _Verdict:
+    """Compare a group on the front with the object store, where the commit was uploaded last."""
+    sizes = {name: there.get(f"{found.place}/{name}") for name in found.sizes}
+    if sizes == found.sizes:
+        return "clean"
+    committed = f"{found.place}/{commit_of(found.sizes)}" in there
+    cut = any(size not in (None, found.sizes[name]) for name, size in sizes.items())
+    return "damaged" if committed and cut else "only here"  # a power cut may shorten files
 
 
 def _session_of(found: Found) -> str:
