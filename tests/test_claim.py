@@ -91,6 +91,13 @@ def test_a_claim_that_somebody_removed_is_no_longer_valid(backend: ObjectBackend
     assert not is_valid(claim)
 
 
+def test_a_later_claim_fences_though_older_ones_were_not_removed(backend: ObjectBackend) -> None:
+    """Who put it may have died since; it may also be at work."""
+    claim = take_claim(backend)
+    backend.put("claims/00000002-0123456789abcdef", b"")
+    assert not is_valid(claim)
+
+
 def test_epochs_go_on_behind_those_of_dead_processes(backend: ObjectBackend) -> None:
     """Each died between putting its claim and removing older ones."""
     names = [f"{epoch:08d}-{epoch:016x}" for epoch in (3, 41, 41)]
@@ -222,7 +229,7 @@ class View:
         return self.turns.objects.pop(prefix, None) is not None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(order=st.lists(st.integers(0, 11), max_size=60), takers=st.integers(2, 4))
 def test_of_processes_that_take_a_store_at_once_one_keeps_it(order: list[int], takers: int) -> None:
     """Whatever the order in which their requests come to the server."""
@@ -238,6 +245,7 @@ def test_of_processes_that_take_a_store_at_once_one_keeps_it(order: list[int], t
     turns.run([lambda view: valid.extend(is_in(view, claim) for claim in claims)])
     assert claims
     assert valid.count(True) == 1
+    assert len({claim.epoch for claim in claims}) == len(claims)
     assert claims[valid.index(True)].epoch == max(claim.epoch for claim in claims)
 
 
@@ -246,7 +254,7 @@ def is_in(view: Any, claim: Claim) -> bool:
     return is_valid(claim)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(order=st.lists(st.integers(0, 11), max_size=60), checks=st.integers(1, 6))
 def test_two_never_find_themselves_valid_at_once(order: list[int], checks: int) -> None:
     """A process that checks after another took the store over finds it has lost it."""
@@ -307,7 +315,7 @@ def test_threads_that_race_leave_one_valid() -> None:
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_threads_that_race_on_a_server_leave_one_valid(bucket: str, driver: str) -> None:
     shared = DRIVERS[driver](f"s3://{bucket}/store", retry=QUICK)
-    race(lambda: shared, takers=4, rounds=6)
+    race(lambda: shared, takers=4, rounds=4)
 
 
 def take_in_turn(url: str, rounds: int, barrier: Any, results: Any) -> None:
