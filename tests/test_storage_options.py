@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import gc
 import logging
 import os
 import pickle
@@ -12,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import uuid
 import warnings
@@ -500,11 +503,13 @@ def test_what_another_client_does_is_seen_at_once(way: Way) -> None:
 def in_fork(work: Callable[[], object]) -> str:
     """Do work in a fork of this process; return what went wrong there, empty for nothing."""
     here, there = os.pipe()
+    faulthandler.cancel_dump_traceback_later()  # its thread would be missing in the fork
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: that is the point
         child = os.fork()
     if child == 0:
         said = "never came to an end"
+        faulthandler.dump_traceback_later(25, file=there)  # where it hangs
         try:
             work()
             said = ""
@@ -514,12 +519,13 @@ def in_fork(work: Callable[[], object]) -> str:
             os.write(there, said.encode()[-4000:] + b"\0")
             os._exit(0)
     os.close(there)
-    with os.fdopen(here, "rb") as file:
-        ready, _, _ = select.select([file], [], [], 30)
-        if not ready:
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return file.read().rstrip(b"\0").decode() if ready else "hung for 30 s"
+    said = b""
+    with os.fdopen(here, "rb", buffering=0) as file:
+        while select.select([file], [], [], 1 if said else 30)[0] and (more := file.read(4096)):
+            said += more
+    os.kill(child, signal.SIGKILL)  # at its end already, unless it hangs
+    os.waitpid(child, 0)
+    return said.removesuffix(b"\0").decode() if said else "died, or hung for 30 s"
 
 
 def use(backend: ObjectBackend, name: str) -> None:
@@ -575,6 +581,35 @@ def test_a_fork_works_while_threads_of_its_parent_do(way: Way) -> None:
         finally:
             over.set()
         assert all(each.result() > 0 for each in working)
+
+
+@pytest.mark.s3
+def test_a_fork_does_not_wait_for_what_its_parent_was_about_to_do(way: Way) -> None:
+    way.backend.put("before", b"parent")
+    with way.backend._lock("groups/in-hand"):  # as a thread that publishes has it
+        assert in_fork(lambda: use(way.backend, "in-hand")) == ""
+
+
+@pytest.mark.s3
+def test_a_fork_never_ends_connections_that_its_parent_dropped(way: Way) -> None:
+    """The end of an s3fs waits a second for a loop that nobody runs there."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            dropped = DRIVERS[way.driver](f"{way.url}/dropped")
+            dropped.put("a", b"b")
+            dropped.me = dropped  # type: ignore[union-attr]  # for the collector
+        del dropped
+
+        def work() -> None:
+            began = time.monotonic()
+            gc.collect()
+            assert time.monotonic() - began < 3
+
+        assert in_fork(work) == ""
+    finally:
+        gc.enable()
 
 
 @pytest.mark.s3

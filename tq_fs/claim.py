@@ -13,13 +13,14 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tq_fs.backends import Backend
 from tq_fs.errors import StoreBusy, StoreFenced
 
 _ROOT = "claims"
 _TRIES = 12
+_MOST_S = 1.0  # between two tries
 _NAME = re.compile(r"([0-9]{8,12})-[0-9a-f]{16}")
 
 
@@ -45,8 +46,8 @@ class Claim:
         StoreFenced
             There is one; nothing more may be written.
         """
-        names = set(self._backend.list(_ROOT))
-        if self._name not in names or any(_epoch(name) > self.epoch for name in names):
+        names = list(self._backend.list(_ROOT))
+        if not _leads(self._name, names):
             raise StoreFenced(
                 f"was taken by a later process (epoch {max(map(_epoch, names), default=0)})",
                 subject=f"the store, which this process opened in epoch {self.epoch}",
@@ -72,18 +73,23 @@ def take_claim(
         name = f"{epoch:08d}-{os.urandom(8).hex()}"
         backend.put(f"{_ROOT}/{name}", b"")
         names = list(backend.list(_ROOT))
-        if max(names, key=_epoch) == name and [_epoch(n) for n in names].count(epoch) == 1:
+        if _leads(name, names):
             for older in names:
                 if older != name and _NAME.fullmatch(older):
                     backend.delete(f"{_ROOT}/{older}")
             return Claim(backend, name, epoch)
         backend.delete(f"{_ROOT}/{name}")
-        sleep(uniform(0.0, 0.05 * 2**tries))
+        sleep(uniform(0.0, min(0.05 * 2**tries, _MOST_S)))
     raise StoreBusy(
         f"other processes opened it at the same time, {_TRIES} times in a row",
         subject="the store",
         remedy="let one process open it for writing",
     )
+
+
+def _leads(name: str, names: Collection[str]) -> bool:
+    """Tell whether a claim is there, and alone with the highest epoch."""
+    return name in names and all(_epoch(n) < _epoch(name) for n in names if n != name)
 
 
 def _epoch(name: str) -> int:

@@ -15,6 +15,7 @@ from tq_fs.errors import (
     CorruptError,
     FormatTooNew,
     InvalidConfig,
+    InvalidKey,
     InvalidSegment,
     ManifestCorrupt,
     MissingError,
@@ -422,8 +423,8 @@ class Controller:
     def _read(self, path: str, names: Collection[str] | None = None) -> Found | Exception | None:
         try:
             return self._catalog.read(path, names)
-        except (CorruptError, ConflictError, InvalidSegment) as error:
-            return error
+        except (CorruptError, ConflictError, InvalidSegment, InvalidKey) as error:
+            return error  # the last: it is named as nothing of ours is
 
     def _rebuild(self, held: Inventory, loaded: _Loaded) -> bool:
         """Make a damaged manifest anew; False where what is left does not say how."""

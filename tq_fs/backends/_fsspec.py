@@ -13,6 +13,7 @@ from tq_fs.backends._base import Buffer
 from tq_fs.backends._client import ObjectClient, Page
 from tq_fs.backends._errors import translate
 from tq_fs.backends._files import parts
+from tq_fs.backends._forks import PerProcess, leave_to_parent
 from tq_fs.backends._objects import ObjectBackend
 from tq_fs.backends._retry import Retry
 from tq_fs.backends._s3 import (
@@ -38,27 +39,6 @@ _PAGE = 1000
 _CONNECTIONS = 64
 _RACES = 16
 _RENAMING = {"file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs", "arrow_hdfs"}
-
-
-class PerProcess:
-    """Something made lazily, once in each process that asks, forks included.
-
-    Takes no lock, which a fork could leave locked; two threads that ask at once may make it twice,
-    and one of the two is used.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._made: dict[int, Any] = {}
-
-    def get(self) -> Any:
-        """Return it."""
-        found = self._made.get(os.getpid())
-        return found if found is not None else self._made.setdefault(os.getpid(), self._make())
-
-    def forget(self) -> None:
-        """Make it anew next time."""
-        self._made = {}
 
 
 class S3fsClient:
@@ -204,6 +184,7 @@ class S3fsClient:
         )
         # fmt: on
         fs.retries = 1
+        leave_to_parent(fs)
         return fs
 
     def _request(self, key: str, request: Callable[[Any], Awaitable[T]]) -> T:
@@ -362,6 +343,7 @@ class FsspecClient:
             ) from error
         except ValueError as error:
             raise InvalidConfig(str(error), subject=repr(self._url)) from error
+        leave_to_parent(fs)
         return fs, path.rstrip("/")
 
     @contextmanager

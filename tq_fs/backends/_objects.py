@@ -14,6 +14,7 @@ from tq_fs.backends._base import COMMIT, Buffer
 from tq_fs.backends._client import ObjectClient, Page
 from tq_fs.backends._errors import check_key
 from tq_fs.backends._files import nbytes, parts
+from tq_fs.backends._forks import PerProcess
 from tq_fs.backends._retry import Retry
 from tq_fs.errors import (
     InvalidKey,
@@ -89,7 +90,7 @@ class ObjectBackend:
         self._client = client
         self._retry = retry
         self._at = at
-        self._locks = [threading.Lock() for _ in range(_LOCKS)]
+        self._locks = PerProcess(_make_locks)  # a fork would find them as threads left them
 
     # ------------------------------------------------------------ write
 
@@ -203,7 +204,13 @@ class ObjectBackend:
 
     def _put(self, key: str, buffers: Sequence[Buffer]) -> None:
         self._check_size(key, sum(map(nbytes, buffers)))
-        self._call(lambda: self._client.put(self._root + key, buffers))
+        self._call(lambda: self._put_once(key, buffers))
+
+    def _put_once(self, key: str, buffers: Sequence[Buffer]) -> None:
+        try:
+            self._client.put(self._root + key, buffers)
+        except ObjectMissing as error:  # a gateway onto folders, one of which a delete has removed
+            raise StorageFailed("the server lost it while it came", subject=error.subject) from error
 
     def _check_size(self, key: str, size: int) -> None:
         if size > _MOST_BYTES:
@@ -360,7 +367,12 @@ class ObjectBackend:
         return f"{self.url}/{key}"
 
     def _lock(self, prefix: str) -> threading.Lock:
-        return self._locks[hashlib.blake2b(prefix.encode(), digest_size=1).digest()[0] % _LOCKS]
+        locks = self._locks.get()
+        return locks[hashlib.blake2b(prefix.encode(), digest_size=1).digest()[0] % _LOCKS]
+
+
+def _make_locks() -> list[threading.Lock]:
+    return [threading.Lock() for _ in range(_LOCKS)]
 
 
 class RemoteObject:

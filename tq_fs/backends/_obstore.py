@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from tq_fs.backends._base import Buffer
 from tq_fs.backends._client import Page
 from tq_fs.backends._files import nbytes
+from tq_fs.backends._forks import leave_to_parent
 from tq_fs.backends._fsspec import S3fsClient, split
 from tq_fs.backends._objects import ObjectBackend
 from tq_fs.backends._retry import Retry
@@ -79,6 +80,7 @@ class ObstoreClient:
         self._stores: dict[tuple[bool, int], Any] = {}
         self._bulk = True
         self._in_fork: S3fsClient | None = None
+        leave_to_parent(self)
 
     # ------------------------------------------------------------ requests
 
@@ -180,15 +182,17 @@ class ObstoreClient:
 
     def renew(self) -> None:
         """Forget credentials and connections."""
-        self._stores = {}
-        if self._in_fork is not None:
-            self._in_fork.renew()
+        if (other := self._other()) is not None:
+            other.renew()
+        else:
+            self._stores = {}
 
     def close(self) -> None:
-        """Let go of connections."""
-        self._stores = {}
-        if self._in_fork is not None:
-            self._in_fork.close()
+        """Let go of connections; in a fork, of its own."""
+        if (other := self._other()) is not None:
+            other.close()
+        else:
+            self._stores = {}
 
     def _other(self) -> S3fsClient | None:
         if not _forked:
