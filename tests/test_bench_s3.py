@@ -152,15 +152,13 @@ def test_over_plain_http_payloads_are_signed_unless_told_otherwise(s3_server: S3
     with HTTPServer(("127.0.0.1", 0), Listener) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        options = StorageOptions(
-            {
-                "endpoint_url": f"http://127.0.0.1:{server.server_port}",
-                "key": "env:AWS_ACCESS_KEY_ID",
-                "secret": "env:AWS_SECRET_ACCESS_KEY",
-            }
-        )
-        for unsigned in (None, False, True):
-            backend = ObstoreBackend("s3://bucket/x", options, unsigned_payload=unsigned)
+        options = {
+            "endpoint_url": f"http://127.0.0.1:{server.server_port}",
+            "key": "env:AWS_ACCESS_KEY_ID",
+            "secret": "env:AWS_SECRET_ACCESS_KEY",
+        }
+        for given in ({}, {"unsigned_payload": False}, {"unsigned_payload": True}):
+            backend = ObstoreBackend("s3://bucket/x", StorageOptions({**options, **given}))
             copy = pickle.loads(pickle.dumps(backend))
             copy.put("key", b"data")
             copy.close()

@@ -27,7 +27,10 @@ SAID = re.compile(
     r"[.,]?(?:\s|$)"
 )
 UNITS = {None: 1, "MiB": 2**20, "GiB": 2**30}
-OPTIONS = {"endpoint_url", "region", "profile", "addressing_style", "key", "secret"}
+OPTIONS = {
+    *("endpoint_url", "region", "addressing_style", "unsigned_payload"),
+    *("profile", "key", "secret"),
+}
 
 
 def commented(name: str) -> dict[str, str]:

@@ -187,6 +187,7 @@ def test_an_endpoint_that_is_none_is_refused_without_repeating_secrets(
     ("options", "words"),
     [
         ({"acess_key": "hunter2"}, r"unknown options \['acess_key'\].*known are .*'key', 'secret'"),
+        ({"unsigned_payload": "maybe"}, r"unsigned_payload: 'maybe'; true or false"),
         ({"addressing_style": "dns"}, r"addressing_style: 'dns'; auto, path or virtual"),
         ({"key": "hunter2"}, r"only \['key'\] given; give key and secret"),
         ({"secret": "hunter2"}, r"only \['secret'\] given"),
@@ -519,13 +520,13 @@ def in_fork(work: Callable[[], object]) -> str:
             os.write(there, said.encode()[-4000:] + b"\0")
             os._exit(0)
     os.close(there)
-    said = b""
+    answer = b""
     with os.fdopen(here, "rb", buffering=0) as file:
-        while select.select([file], [], [], 1 if said else 30)[0] and (more := file.read(4096)):
-            said += more
+        while select.select([file], [], [], 1 if answer else 30)[0] and (more := file.read(4096)):
+            answer += more
     os.kill(child, signal.SIGKILL)  # at its end already, unless it hangs
     os.waitpid(child, 0)
-    return said.removesuffix(b"\0").decode() if said else "died, or hung for 30 s"
+    return answer.removesuffix(b"\0").decode() if answer else "died, or hung for 30 s"
 
 
 def use(backend: ObjectBackend, name: str) -> None:
@@ -599,7 +600,7 @@ def test_a_fork_never_ends_connections_that_its_parent_dropped(way: Way) -> None
         for _ in range(4):
             dropped = DRIVERS[way.driver](f"{way.url}/dropped")
             dropped.put("a", b"b")
-            dropped.me = dropped  # type: ignore[union-attr]  # for the collector
+            dropped.me = dropped  # for the collector
         del dropped
 
         def work() -> None:

@@ -59,23 +59,10 @@ class ObstoreClient:
 
     obstore's threads do not live in a fork of the process that started them, and its calls hang
     there. In such a child requests go through s3fs.
-
-    Parameters
-    ----------
-    unsigned_payload
-        Whether the signature leaves out the SHA-256 of what is sent; None for the default.
     """
 
-    def __init__(
-        self,
-        settings: S3Settings,
-        options: StorageOptions,
-        *,
-        unsigned_payload: bool | None = None,
-    ) -> None:
+    def __init__(self, settings: S3Settings, options: StorageOptions) -> None:
         self._settings = settings
-        # TLS detects damage; without it the server must.
-        self._unsigned = not settings.plain if unsigned_payload is None else unsigned_payload
         self._options = options
         self._stores: dict[tuple[bool, int], Any] = {}
         self._bulk = True
@@ -219,7 +206,7 @@ class ObstoreClient:
         config: dict[str, Any] = {
             "region": mine.region,
             "virtual_hosted_style_request": not mine.path_style,
-            "unsigned_payload": self._unsigned,
+            "unsigned_payload": mine.unsigned_payload,
             "disable_bulk_delete": not bulk,
             "disable_tagging": True,
         }
@@ -350,10 +337,6 @@ class ObstoreBackend(ObjectBackend):
         When to try requests again.
     timeout_s
         Seconds to wait for a connection, and for further bytes.
-    unsigned_payload
-        Whether the signature leaves out the SHA-256 of what is sent, which takes half of the
-        client's processor time. None: over TLS, which detects damage itself. True over plain HTTP
-        is for networks that are trusted not to damage anything.
     """
 
     def __init__(
@@ -363,14 +346,13 @@ class ObstoreBackend(ObjectBackend):
         *,
         retry: Retry | None = None,
         timeout_s: float = 30.0,
-        unsigned_payload: bool | None = None,
         at: Callable[[str], None] | None = None,
     ) -> None:
         options, retry = options or StorageOptions(), retry or Retry()
-        self._made_of = (url, options, retry, timeout_s, unsigned_payload)
+        self._made_of = (url, options, retry, timeout_s)
         bucket, root = split(url)
         settings = settings_of(bucket, options, timeout_s)
-        client = ObstoreClient(settings, options, unsigned_payload=unsigned_payload)
+        client = ObstoreClient(settings, options)
         super().__init__(url, root, client, retry=retry, **({"at": at} if at else {}))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -379,12 +361,6 @@ class ObstoreBackend(ObjectBackend):
 
 
 def _obstore_again(
-    url: str,
-    options: StorageOptions,
-    retry: Retry,
-    timeout_s: float,
-    unsigned_payload: bool | None,
+    url: str, options: StorageOptions, retry: Retry, timeout_s: float
 ) -> ObstoreBackend:
-    return ObstoreBackend(
-        url, options, retry=retry, timeout_s=timeout_s, unsigned_payload=unsigned_payload
-    )
+    return ObstoreBackend(url, options, retry=retry, timeout_s=timeout_s)

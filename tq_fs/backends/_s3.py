@@ -28,7 +28,7 @@ from tq_fs.errors import (
 from tq_fs.storage_options import StorageOptions, without_secrets
 
 OPTIONS = (
-    *("endpoint_url", "region", "addressing_style"),
+    *("endpoint_url", "region", "addressing_style", "unsigned_payload"),
     *("profile", "key", "secret", "token", "anon"),
 )
 _DEFAULT_REGION = "us-east-1"  # what servers other than Amazon's expect
@@ -51,6 +51,9 @@ class S3Settings:
         Of the bucket.
     path_style
         Whether the bucket stands in the path instead of the host name.
+    unsigned_payload
+        Whether signatures leave out the SHA-256 of what is sent, which only obstore can over plain
+        HTTP. By default over TLS, which detects damage itself; without it the server must.
     profile
         Of the AWS configuration files; None for the default one.
     timeout_s
@@ -61,17 +64,13 @@ class S3Settings:
     endpoint_url: str | None
     region: str
     path_style: bool
+    unsigned_payload: bool
     profile: str | None
     timeout_s: float
 
     def upload_s(self, nbytes: int) -> float:
         """Return the seconds that an upload may take until it is answered."""
         return max(self.timeout_s, nbytes / _SLOWEST)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the way to the server is not protected by TLS, which also detects damage."""
-        return self.endpoint_url is not None and self.endpoint_url.startswith("http://")
 
 
 def settings_of(bucket: str, options: StorageOptions, timeout_s: float) -> S3Settings:
@@ -99,13 +98,18 @@ def settings_of(bucket: str, options: StorageOptions, timeout_s: float) -> S3Set
         raise InvalidConfig(
             f"{style!r}", subject="addressing_style", remedy="auto, path or virtual"
         )
+    unsigned = options.resolved("unsigned_payload")
+    if unsigned not in (None, False, True):
+        raise InvalidConfig(f"{unsigned!r}", subject="unsigned_payload", remedy="true or false")
     if endpoint:
         _check_endpoint(endpoint)
+    plain = (endpoint or "").startswith("http://")
     return S3Settings(
         bucket=bucket,
         endpoint_url=endpoint.rstrip("/") if endpoint else None,
         region=region or _DEFAULT_REGION,
         path_style=style != "virtual",
+        unsigned_payload=not plain if unsigned is None else unsigned,
         profile=profile,
         timeout_s=timeout_s,
     )

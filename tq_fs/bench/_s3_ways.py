@@ -14,6 +14,7 @@ from tq_fs.backends import Buffer, ObjectBackend, ObstoreBackend
 from tq_fs.bench._s3_load import Destination, Group, Load
 from tq_fs.bench._s3_place import Place
 from tq_fs.errors import FatalError, StorageFailed
+from tq_fs.storage_options import StorageOptions
 
 CONCURRENCY = 8
 HTTP, S3FS, OURS, UNSIGNED, OURS_S3FS = (
@@ -70,7 +71,9 @@ def ways(place: Place, load: Load, destination: Destination) -> Iterator[dict[st
         }
         if plain_http.insecure:  # over TLS the driver signs no payload as it comes
             url = f"{place.url}/{folder_of(load, UNSIGNED)}"
-            out[UNSIGNED] = ours(ObstoreBackend(url, place.options, unsigned_payload=True))
+            out[UNSIGNED] = ours(
+                ObstoreBackend(url, StorageOptions({**place.options, "unsigned_payload": True}))
+            )
         out[OURS_S3FS] = ours(place.backend("s3fs", folder_of(load, OURS_S3FS)))
         yield out
 
