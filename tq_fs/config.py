@@ -125,7 +125,8 @@ class StoreConfig:
     storage_options
         Of the driver. For S3: ``endpoint_url``, ``region``, ``addressing_style`` (auto, path,
         virtual), ``unsigned_payload``, ``profile``, ``key``, ``secret``, ``token``, ``anon``;
-        what is left out comes from the environment and the AWS configuration files. For others: fsspec's.
+        what is left out comes from the environment and the AWS configuration files.
+        For others: fsspec's.
     retry_deadline_s
         Seconds for which a request that fails in a way that may pass is tried again.
     request_timeout_s
