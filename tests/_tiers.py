@@ -76,7 +76,7 @@ class Client:
             pages = list(self._inner.pages(prefix, deep=deep, after=after))
         yield from pages
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def delete(self, keys: list[str]) -> None:
         self._pass("delete", keys[0])
         with self._store:
             self._inner.delete(keys)

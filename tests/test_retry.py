@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import pickle
 import random
@@ -551,9 +552,9 @@ def test_no_upload_has_several_parts_however_large_it_is(way: Way) -> None:
 # ---------------------------------------------------------------- deleting many
 
 
-def fill(way: Way, prefix: str) -> int:
-    """Put objects enough to be deleted together; return how many."""
-    count = 3 if way.driver == "s3fs" else 101
+def fill(way: Way, prefix: str, count: int = 0) -> int:
+    """Put objects, by default enough to be deleted together; return how many."""
+    count = count or (3 if way.driver == "s3fs" else 101)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda i: way.backend.put(f"{prefix}/{i:03d}", b""), range(count)))
     way.gate.reset()
@@ -600,6 +601,26 @@ def test_a_deletion_of_many_that_fails_is_tried_again(
     assert way.gate.counted("bulk-delete") == 3
     if way.server.kind == "moto":  # MinIO says no to some keys that it has deleted
         assert way.gate.counted("delete") == 1  # the one that goes first
+
+
+@pytest.mark.s3
+def test_a_deletion_one_by_one_goes_on_where_it_failed(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun again each time, it would never end where one request of many fails."""
+    monkeypatch.setattr(way.backend._client, "_bulk", False)
+    count = fill(way, "many", 60)
+    asked = itertools.count()
+
+    def answer(request: Message) -> Message | None:
+        if request.method == "DELETE" and next(asked) % 5 == 4:
+            return error_answer(request, "503 Slow Down", "SlowDown", "slow down")
+        return None
+
+    way.gate.answer = answer
+    assert way.backend.delete("many")
+    assert way.keys("shared/many/") == []
+    assert way.gate.counted("delete") < 3 * count
 
 
 @pytest.mark.s3

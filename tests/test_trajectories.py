@@ -239,6 +239,18 @@ def test_an_object_store_keeps_them_unless_it_is_told_not_to(
             assert_bits(again.tokens, segments[0].tokens)
 
 
+def test_a_reader_that_missed_a_release_is_told_of_the_segment(tmp_path: Path) -> None:
+    """It has the manifest in its memory; what is gone is more than the trajectory."""
+    with keeping(tmp_path, FIELDS) as store:
+        segments, _ = record(store, "a", 1)
+        refs = refs_of(segments)
+        with keeping(tmp_path, FIELDS, read_only=True) as reader:
+            assert len(list(reader.segments(refs))) == 1
+            store.release(refs)
+            with pytest.raises(SegmentMissing, match="released by all its consumers"):
+                list(reader.segments(refs))
+
+
 def test_they_go_with_the_last_release(tmp_path: Path) -> None:
     with keeping(tmp_path, FIELDS) as store:
         first, second = _finalized(store, turning_rollout(), "tito", {})[:2]

@@ -24,7 +24,8 @@ class TierConfig:
     Attributes
     ----------
     folder
-        Absolute folder on the node's NVMe. Every node has its own; so has every run.
+        Absolute folder on the node's NVMe. Every node has its own; runs may share it, because each
+        store takes a folder named by its ``store_id`` below it.
     policy
         ``write-back``: a Step is acknowledged when it is on NVMe and uploaded behind; finalizing
         its session waits for that. ``write-through``: acknowledged when the object store has it.

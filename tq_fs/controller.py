@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tq_fs.errors import (
     ConflictError,
@@ -21,6 +22,7 @@ from tq_fs.errors import (
     MissingError,
     ReadOnlyStore,
     TqFsError,
+    TrajectoryMissing,
 )
 from tq_fs.keys import Incarnation, SegmentRef, StepKey
 from tq_fs.manifests import (
@@ -177,14 +179,22 @@ class Controller:
 
     # ------------------------------------------------------------ references
 
-    def trajectory(self, incarnation: Incarnation) -> ClosedSession:
-        """Return a finalized session with its resident fields.
+    def trajectory(self, ref: SegmentRef) -> ClosedSession:
+        """Return the finalized session of a Segment with its resident fields.
 
         Raises
         ------
+        SegmentMissing, StaleReference
+            It was released meanwhile, by another process too.
         TrajectoryMissing, ManifestCorrupt
         """
-        return self._document(incarnation.path).closed()
+        path = ref.incarnation.path
+        try:
+            return self._document(path).closed()
+        except TrajectoryMissing as error:
+            if self._catalog.read(path) is None:
+                raise self._catalog.absent(ref) from error
+            raise
 
     def _document(self, path: str) -> TrajectoryDocument:
         subject = f"trajectory of {path}"
@@ -311,6 +321,13 @@ class Controller:
             else:
                 self._leftover.pop(place, None)
 
+    def _tidy(self, path: str, remove: Callable[[], None]) -> None:
+        """Remove what a session left in the catalog; what will not go now, at a later start."""
+        try:
+            remove()
+        except TqFsError:
+            _log.warning("what is left of %s could not be deleted yet", path, exc_info=True)
+
     def _note(self, incarnation: Incarnation, released: Released) -> None:
         """Write down a release before anything is deleted on its account."""
         state = SessionState(
@@ -344,9 +361,9 @@ class Controller:
             self._look_again(held.path, loaded)
             self._clear(unit, sweep.strays(held))
         for path in loaded.abandoned:
-            self._catalog.clear(path)
+            self._tidy(path, partial(self._catalog.clear, path))
         for incarnation in loaded.ended.values():
-            self._catalog.drop(incarnation)
+            self._tidy(incarnation.path, partial(self._catalog.drop, incarnation))
         return replace(
             self._summary(loaded),
             swept_sessions=sweep.sessions,

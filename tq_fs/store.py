@@ -282,13 +282,13 @@ class Store:
         self._check_open()
         if self._controller is None:
             raise InvalidConfig("a reference needs a store that is on", subject="segments")
-        for incarnation, mine in itertools.groupby(
-            self._controller.resolve(refs), key=lambda found: found.ref.incarnation
+        for _, mine in itertools.groupby(
+            (found.ref for found in self._controller.resolve(refs)), key=lambda r: r.incarnation
         ):
-            closed = self._controller.trajectory(incarnation)
+            wanted = list(mine)
+            closed = self._controller.trajectory(wanted[0])
             built = {s.ref: s for s in closed.segments(self.config.store_id)}
-            for found in mine:
-                yield built[str(found.ref)]
+            yield from (built[str(ref)] for ref in wanted)
 
     # ------------------------------------------------------------ hydrate
 

@@ -72,8 +72,11 @@ class ObjectClient(Protocol):
             All of them; else what lies below the next ``/`` is told by its common prefix.
         """
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Remove up to 1,000 objects; those that are not there count as removed."""
+    def delete(self, keys: list[str]) -> None:
+        """Remove up to 1,000 objects; those that are not there count as removed.
+
+        Takes from `keys` what it knows to be gone: another try asks for the rest.
+        """
 
     def renew(self) -> None:
         """Forget credentials and connections: the next request begins anew."""

@@ -118,16 +118,18 @@ class S3fsClient:
                 return
             asked["ContinuationToken"] = found["NextContinuationToken"]
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def delete(self, keys: list[str]) -> None:
         """Remove objects by one request, or each by its own where the server cannot."""
-        left = self._delete_in_bulk(keys) if self._bulk and len(keys) > 1 else keys
-        for key in left:
-            self._request(key, self._deletion(key))
+        if self._bulk and len(keys) > 1:
+            keys[:] = self._delete_in_bulk(keys)
+        while keys:
+            self._request(keys[-1], self._deletion(keys[-1]))
+            del keys[-1]
 
     def _deletion(self, key: str) -> Callable[[Any], Awaitable[Any]]:
         return lambda s3: s3.delete_object(Bucket=self._name, Key=key)
 
-    def _delete_in_bulk(self, keys: Sequence[str]) -> Sequence[str]:
+    def _delete_in_bulk(self, keys: list[str]) -> list[str]:
         """Remove objects together; return those that have to be tried one by one."""
         what = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         try:
@@ -310,7 +312,7 @@ class FsspecClient:
                 [f"{key}/" for key, _, kind in below if kind == "directory"],
             )
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def delete(self, keys: list[str]) -> None:
         """Remove objects one by one, and folders that this leaves empty."""
         for key in keys:
             with self._mapped(key) as (fs, path), suppress(FileNotFoundError):

@@ -21,6 +21,7 @@ from tq_fs.backends._objects import ObjectBackend
 from tq_fs.backends._retry import Retry
 from tq_fs.backends._s3 import S3Settings, no_credentials, s3_error, settings_of, unreachable
 from tq_fs.errors import (
+    RetryError,
     StorageDenied,
     StorageFailed,
     StorageRefused,
@@ -36,6 +37,7 @@ _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _JOINED_BYTES = 64 * 1024  # buffers that are cheaper to join than to hand over one by one
 _PAGE = 1000
 _WORTH_BULK = 100  # fewer go as fast one by one, ten at a time, and every server can do that
+_AT_ONCE = 10  # requests that the driver sends side by side
 _RENEWED = timedelta(minutes=10)  # how long the driver keeps what botocore gave it
 _ONCE: Any = {
     "backoff": {"init_backoff": timedelta(0), "max_backoff": timedelta(0), "base": 2.0},
@@ -66,6 +68,7 @@ class ObstoreClient:
         self._options = options
         self._stores: dict[tuple[bool, int], Any] = {}
         self._bulk = True
+        self._at_once = _AT_ONCE
         self._in_fork: S3fsClient | None = None
         leave_to_parent(self)
 
@@ -140,7 +143,7 @@ class ObstoreClient:
                 return
             yield Page([(m["path"], m["size"]) for m in page])
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def delete(self, keys: list[str]) -> None:
         """Remove objects by one request, or each by its own where the server cannot."""
         if (other := self._other()) is not None:
             other.delete(keys)
@@ -150,10 +153,21 @@ class ObstoreClient:
             except (StorageThrottled, StorageUnreachable):
                 raise  # this says nothing about bulk requests
             except (StorageRefused, StorageFailed):
-                self._delete(keys, bulk=False)
+                self._delete_singly(keys)
                 self._bulk = False  # it went well one by one: what failed was the bulk request
         else:
-            self._delete(keys, bulk=False)
+            self._delete_singly(keys)
+
+    def _delete_singly(self, keys: list[str]) -> None:
+        while keys:
+            some = keys[-self._at_once :]
+            try:
+                self._delete(some, bulk=False)
+            except RetryError:  # of which of them, the driver does not say
+                self._at_once = 1
+                raise
+            self._at_once = min(2 * self._at_once, _AT_ONCE)
+            del keys[-len(some) :]
 
     def _delete(self, keys: Sequence[str], *, bulk: bool) -> None:
         import obstore  # noqa: PLC0415

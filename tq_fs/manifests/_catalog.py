@@ -169,7 +169,7 @@ class Catalog:
         found = self._find(ref.incarnation)
         segment = found.segments.get((ref.view, ref.index)) if found else None
         if found is None or segment is None:
-            raise self._absent(ref)
+            raise self.absent(ref)
         return Resolved(ref, segment, found.steps, found.shared)
 
     def check_store(self, ref: SegmentRef) -> None:
@@ -311,7 +311,8 @@ class Catalog:
                 self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         return entry
 
-    def _absent(self, ref: SegmentRef) -> StaleReference | SegmentMissing:
+    def absent(self, ref: SegmentRef) -> StaleReference | SegmentMissing:
+        """Return the error of a reference whose session has no manifest."""
         where = ref.incarnation
         session = f"{_ROOT}/{component(where.partition)}/{component(where.session_id)}"
         newer = [n for n in self._backend.list(session) if n > component(where.incarnation_id)]
