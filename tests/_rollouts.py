@@ -424,6 +424,9 @@ class _Counted:
         self._backend.requests.append((self._key, offset, nbytes))
         self._inner.readinto(buffers, offset)
 
+    def ahead(self, offset: int, nbytes: int) -> None:
+        self._inner.ahead(offset, nbytes)
+
     def __enter__(self) -> _Counted:
         self._inner.__enter__()
         return self

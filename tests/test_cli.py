@@ -74,7 +74,9 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["demo"], ["recover"], ["bench", "step"], ["bench", "s3"]])
+@pytest.mark.parametrize(
+    "arguments", [["demo"], ["recover"], ["bench", "step"], ["bench", "s3"], ["bench", "channel"]]
+)
 def test_help_shows_an_example(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([*arguments, "--help"])

@@ -60,6 +60,7 @@ CODES = {
     "ChunkCorrupt": "chunk_corrupt",
     "ManifestCorrupt": "manifest_corrupt",
     "FormatTooNew": "format_too_new",
+    "ProtocolMismatch": "protocol_mismatch",
     "StorageDenied": "storage_denied",
     "CredentialsMissing": "credentials_missing",
     "CredentialsExpired": "credentials_expired",

@@ -28,7 +28,7 @@ LAYERS = (
     ("backends",),
     ("manifests",),
     ("trajectory",),
-    ("plan", "storage_unit", "claim", "store_folder"),
+    ("plan", "storage_unit", "claim", "store_folder", "channel"),
     ("recovery", "places"),
     ("controller", "writer", "placing"),
     ("reader",),
@@ -45,6 +45,7 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 STORAGE = {"aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "obstore", "s3fs"}
 OPTIONAL = STORAGE | {
     "torch", "ray", "transformers", "matplotlib", "psutil", "tensorstore", "pytest",
+    "cryptography",
 }  # fmt: skip
 ONLY_JUDGES = {"zarr"}  # opens Steps for users and tests; the fast path does without
 LINKS = {"backends", "manifests"}  # at the root of the repository: tq_fs by another name
@@ -132,6 +133,10 @@ def of_storage(found: Import) -> bool:
     return found.target.split(".")[0] in STORAGE
 
 
+def of_tls(found: Import) -> bool:
+    return found.target.split(".")[0] == "cryptography"
+
+
 def test_every_module_has_a_layer() -> None:
     modules = {module_name(p) for p in PACKAGE.rglob("*.py")}
     assert {unit(m) for m in modules} <= set(RANK)
@@ -179,6 +184,7 @@ def test_optional_libraries_stay_at_the_edges() -> None:
         and not (unit(found.importer) == "hydrate" and found.target == "torch" and found.lazy)
         and not (found.target == "torch" and found.typing)
         and not (unit(found.importer) == "backends" and of_storage(found) and found.lazy)
+        and not (unit(found.importer) == "channel" and of_tls(found) and found.lazy)
     ]
     assert wrong == []
     assert any(map(of_storage, imports()))

@@ -305,6 +305,12 @@ class ManifestCorrupt(CorruptError):
     code = "manifest_corrupt"
 
 
+class ProtocolMismatch(FatalError):
+    """A message over the channel is none of this version, or breaks its rules."""
+
+    code = "protocol_mismatch"
+
+
 class FormatTooNew(CorruptError):
     """Written by a later version of tq-fs than this one."""
 

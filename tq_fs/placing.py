@@ -78,6 +78,10 @@ def read_chunks(
     if span.last - span.first == 1:
         yield span.first, _read_chunk(read, span.first, source, memory)
         return
+    last = span.last - 1
+    end = offsets[last] + layout.stored_nbytes(last, read.entry.sizes)
+    if end - offsets[span.first] > request_bytes:
+        source.ahead(offsets[span.first], end - offsets[span.first])
     for first, last in runs(range(span.first, span.last), offsets, request_bytes):
         start = offsets[first]
         end = offsets[last - 1] + layout.stored_nbytes(last - 1, read.entry.sizes)

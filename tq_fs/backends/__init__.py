@@ -1,7 +1,9 @@
 """Where bytes rest. A backend has never heard of a Step or a manifest."""
 
 from tq_fs.backends._base import COMMIT, Backend, Buffer, ObjectReader
-from tq_fs.backends._errors import mapped
+from tq_fs.backends._errors import check_key, mapped
+from tq_fs.backends._files import LocalObject
+from tq_fs.backends._forks import PerProcess, leave_to_parent
 from tq_fs.backends._fsspec import FsspecBackend
 from tq_fs.backends._local import STAGING, LocalBackend
 from tq_fs.backends._node_cache import NodeCache
@@ -18,13 +20,17 @@ __all__ = [
     "Buffer",
     "FsspecBackend",
     "LocalBackend",
+    "LocalObject",
     "NodeCache",
     "ObjectBackend",
     "ObjectReader",
     "ObstoreBackend",
+    "PerProcess",
     "Retry",
     "TieredBackend",
+    "check_key",
     "is_attempt",
+    "leave_to_parent",
     "mapped",
     "open_object_backend",
 ]

@@ -25,6 +25,12 @@ class ObjectReader(Protocol):
             The object ends before the buffers are full.
         """
 
+    def ahead(self, offset: int, nbytes: int) -> None:
+        """Hear that these bytes will be read next, one part after the other.
+
+        A reader for which asking takes time asks for all of them now.
+        """
+
     def __enter__(self) -> ObjectReader:
         """Return the reader."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -44,11 +46,46 @@ class LocalObject:
             have = os.preadv(self._fd, rest[:_MOST_BUFFERS], offset + done)
             done += have
         if done < want:
-            raise ObjectShort(
-                f"has {os.fstat(self._fd).st_size} bytes, {offset + want} are needed",
-                subject=f"{self._root}/{self._key}",
-                remedy="the file was cut: restore the Step or discard its session",
-            )
+            raise self._short(offset + want)
+
+    def ahead(self, offset: int, nbytes: int) -> None:
+        """Do nothing: the kernel reads ahead by itself."""
+
+    def check(self, offset: int, nbytes: int) -> None:
+        """Refuse a range that the file does not hold.
+
+        Raises
+        ------
+        ObjectShort, ObjectMissing
+        """
+        found = os.fstat(self._fd)
+        if stat.S_ISDIR(found.st_mode):
+            error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise translate(error, f"{self._root}/{self._key}")
+        if found.st_size < offset + nbytes:
+            raise self._short(offset + nbytes)
+
+    def send(self, to: int, offset: int, nbytes: int) -> None:
+        """Send bytes to a socket's descriptor, from the page cache.
+
+        Raises
+        ------
+        ConnectionError
+            The file was cut meanwhile, or the other end is gone.
+        """
+        end = offset + nbytes
+        while offset < end:
+            sent = os.sendfile(to, self._fd, offset, end - offset)
+            if not sent:
+                raise ConnectionAbortedError(str(self._short(end)))
+            offset += sent
+
+    def _short(self, needed: int) -> ObjectShort:
+        return ObjectShort(
+            f"has {os.fstat(self._fd).st_size} bytes, {needed} are needed",
+            subject=f"{self._root}/{self._key}",
+            remedy="the file was cut: restore the Step or discard its session",
+        )
 
     def __enter__(self) -> LocalObject:
         """Return the object."""

@@ -397,6 +397,9 @@ class RemoteObject:
                 memoryview(buffer).cast("B")[:] = data[at : at + size]
                 at += size
 
+    def ahead(self, offset: int, nbytes: int) -> None:
+        """Do nothing: requests are large enough."""
+
     def __enter__(self) -> RemoteObject:
         """Return the object."""
         return self

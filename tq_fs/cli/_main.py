@@ -58,6 +58,16 @@ example:
   tq-fs bench s3 --url s3://bucket/prefix --json -
 """
 
+_CHANNEL = """\
+Measures Steps on their way to a StorageUnit of another process and back, against files without one:
+groups with 0.66 MB and with 8 MiB of routing, over a socket of the own host, over TCP and over TLS.
+Interleaved, medians of paired ratios. Without --root it makes a journaled file system of its own.
+
+example:
+  tq-fs bench channel
+  tq-fs bench channel --repeats 5 --json -
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
@@ -86,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     _add_step(benches)
     _add_s3(benches)
+    _add_channel(benches)
     return parser
 
 
@@ -203,6 +214,20 @@ def _add_s3(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.set_defaults(run=_s3)
 
 
+def _add_channel(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "channel",
+        help="Steps to and from a unit of another process",
+        description=_CHANNEL,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--repeats", type=_positive, default=15, help="counted rounds (default: %(default)s)")
+    add("--root", type=Path, help="measure in this folder instead of on a loop mount")
+    add("--json", metavar="FILE", help="write the figures as one JSON object; - is standard output")
+    parser.set_defaults(run=_channel)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from tq_fs.demo.run import run  # noqa: PLC0415  # needs torch
     from tq_fs.demo.scenario import DEFAULT  # noqa: PLC0415
@@ -275,6 +300,18 @@ def _s3(arguments: argparse.Namespace) -> int:
     s3.show(bench, measured, console)
     if arguments.json:
         _write_json(s3.document(bench, measured), arguments.json)
+    return 0
+
+
+def _channel(arguments: argparse.Namespace) -> int:
+    from tq_fs.bench import channel  # noqa: PLC0415  # only this command needs it
+
+    console = Console(stderr=arguments.json == "-")
+    bench = channel.ChannelBench(repeats=arguments.repeats, root=arguments.root)
+    measured = channel.measure(bench, console)
+    channel.show(bench, measured, console)
+    if arguments.json:
+        _write_json(channel.document(bench, measured), arguments.json)
     return 0
 
 

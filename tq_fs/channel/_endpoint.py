@@ -1,0 +1,105 @@
+"""Where a unit listens: ``unix:/folder/socket`` on its own host, else ``tcp:host:port``."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from tq_fs.errors import InvalidConfig
+
+_MOST_PATH = 107  # sun_path
+
+
+@dataclass(frozen=True, slots=True)
+class Unix:
+    """A socket in a folder."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tcp:
+    """A port of a host."""
+
+    host: str
+    port: int
+
+
+def listen(endpoint: str) -> tuple[socket.socket, str]:
+    """Listen at an endpoint, and return its name; of port 0, with the port that was free.
+
+    Raises
+    ------
+    InvalidConfig
+        It is none, or cannot be used.
+    """
+    where = parse(endpoint)
+    try:
+        if isinstance(where, Unix):
+            return _listen_unix(where), endpoint
+        family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+        sock = socket.create_server((where.host, where.port), family=family, backlog=128)
+    except OSError as error:
+        raise InvalidConfig(
+            f"cannot be listened at: {error}", subject=endpoint, remedy="choose another endpoint"
+        ) from error
+    host = f"[{where.host}]" if ":" in where.host else where.host
+    return sock, f"tcp:{host}:{sock.getsockname()[1]}"
+
+
+def _listen_unix(where: Unix) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(where.path)
+        os.chmod(where.path, 0o600)
+        sock.listen(128)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def connect(endpoint: str, timeout_s: float) -> socket.socket:
+    """Return a connection to an endpoint.
+
+    Raises
+    ------
+    InvalidConfig
+        It is none.
+    OSError
+        Nobody answers there.
+    """
+    where = parse(endpoint)
+    if isinstance(where, Tcp):
+        return socket.create_connection((where.host, where.port), timeout_s)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(where.path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def parse(endpoint: str) -> Unix | Tcp:
+    """Return what an endpoint says.
+
+    Raises
+    ------
+    InvalidConfig
+    """
+    kind, _, rest = endpoint.partition(":")
+    if kind == "unix" and rest.startswith("/"):
+        if len(rest.encode()) > _MOST_PATH:
+            raise InvalidConfig(
+                f"is longer than {_MOST_PATH} bytes", subject=endpoint, remedy="use a shorter path"
+            )
+        return Unix(rest)
+    host, _, port = rest.rpartition(":")
+    if kind == "tcp" and host and port.isdecimal() and int(port) < 65536:
+        return Tcp(host.strip("[]"), int(port))
+    raise InvalidConfig(
+        "is no endpoint", subject=repr(endpoint), remedy="unix:/folder/socket or tcp:host:port"
+    )

@@ -1,0 +1,87 @@
+"""Who may speak to a unit beyond its own host, and that nobody else listens: mutual TLS.
+
+All units and clients of a store have the same certificate, made when the store's cluster starts,
+and trust it alone. Whoever has its key may read and write the store.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from tq_fs.errors import DependencyMissing
+
+_YEARS = timedelta(days=3650)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A store's certificate and its key, in PEM. The key is not shown.
+
+    Attributes
+    ----------
+    certificate, key
+        PEM.
+    """
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls, store_id: str) -> Identity:
+        """Make a key and a certificate for it.
+
+        Raises
+        ------
+        DependencyMissing
+            `cryptography` is not installed.
+        """
+        try:
+            from cryptography import x509  # noqa: PLC0415  # optional
+            from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
+            from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
+        except ImportError as error:
+            raise DependencyMissing(
+                "cryptography is not installed",
+                subject="a channel over TLS",
+                remedy="pip install 'tq-fs[cluster]', or use encryption: none in a private network",
+            ) from error
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"tq-fs {store_id}"[:64])])
+        now = datetime.now(UTC)
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(days=1))  # clocks of nodes differ
+            .not_valid_after(now + _YEARS)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        pem = serialization.Encoding.PEM
+        kind = serialization.PrivateFormat.PKCS8
+        return cls(
+            certificate.public_bytes(pem),
+            key.private_bytes(pem, kind, serialization.NoEncryption()),
+        )
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """Return the settings of a connection's end, which speaks to its like only."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # units are known by the certificate, wherever they are
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.certificate.decode())
+        if server:
+            context.num_tickets = 0
+        fd = os.memfd_create("tq-fs")  # OpenSSL takes files only, and this one is on no disk
+        try:
+            os.write(fd, self.key + self.certificate)
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+        return context

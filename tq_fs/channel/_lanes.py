@@ -1,0 +1,274 @@
+"""The client's end: connections that are opened once and lent to whoever has a request.
+
+A lane has one user at a time and one request under way. One whose answer was not read to its end is
+closed and never lent again.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tq_fs.channel import _wire as wire
+from tq_fs.channel._endpoint import connect
+from tq_fs.channel._identity import Identity
+from tq_fs.channel._stream import Stream, TlsStream
+from tq_fs.errors import ProtocolMismatch, StorageDenied, StorageFailed, StorageUnreachable
+
+
+class Lane:
+    """One connection to a unit. Used by one thread at a time.
+
+    Parameters
+    ----------
+    stream
+        The connection; becomes the lane's.
+    store_id
+        The store that the unit has to serve.
+    subject
+        The unit, in messages.
+    timeout_s
+        Seconds to wait for the next byte of an answer.
+
+    Attributes
+    ----------
+    welcome
+        What the unit says of itself.
+
+    Raises
+    ------
+    StorageUnreachable, StorageDenied, WrongStore, ProtocolMismatch
+    """
+
+    def __init__(self, stream: Stream, *, store_id: str, subject: str, timeout_s: float) -> None:
+        self._stream = stream
+        self._subject = subject
+        self._timeout_s: float | None = timeout_s
+        self._set_timeout_s: float | None = timeout_s
+        self._owed = 0  # bytes of the last answer that were not read yet
+        self._broken = False
+        self._prefix = bytearray(wire.PREFIX.size)
+        stream.set_timeout(timeout_s)
+        hello = self.ask(wire.Hello(version=wire.VERSION, store_id=store_id))
+        if not isinstance(hello, wire.Welcome):
+            raise ProtocolMismatch(f"answered {type(hello).__name__}", subject=subject)
+        self.welcome = hello
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can be lent again: nothing is owed, whatever the unit said."""
+        return not self._broken and not self._owed
+
+    def is_fresh(self) -> bool:
+        """Tell whether the connection still stands."""
+        return self._stream.is_idle()
+
+    def close(self) -> None:
+        """Close the connection: a write that has not ended will not be published."""
+        self._broken = True
+        self._stream.close()
+
+    def ask(
+        self,
+        request: wire.AnyRequest,
+        body: Sequence[memoryview] = (),
+        *,
+        timeout_s: float | None = 0,
+    ) -> wire.AnyAnswer:
+        """Send a request and return its answer; bytes behind that are left for :meth:`fill`.
+
+        Parameters
+        ----------
+        request, body
+            What to ask, and the bytes that belong to it.
+        timeout_s
+            Seconds to wait; 0 for the lane's own, None for as long as the unit lives.
+
+        Raises
+        ------
+        StorageUnreachable
+            No answer.
+        TqFsError
+            What the unit says.
+        """
+        header = wire.encoder.encode(request)
+        nbytes = sum(part.nbytes for part in body)
+        prefix = wire.PREFIX.pack(wire.MAGIC, len(header), nbytes)
+        self._wait_for(self._timeout_s if timeout_s == 0 else timeout_s)
+        with self._unbroken():
+            self._stream.send([memoryview(prefix + header), *body])
+            answer = self._receive()
+        if isinstance(answer, wire.Failed):
+            raise wire.error_of(answer)
+        return answer
+
+    def fill(self, view: memoryview) -> None:
+        """Receive bytes behind the answer.
+
+        Raises
+        ------
+        StorageUnreachable
+            The unit broke off.
+        """
+        with self._unbroken():
+            self._stream.fill(view)
+        self._owed -= view.nbytes
+
+    @property
+    def owed(self) -> int:
+        """Bytes behind the answer that were not received yet."""
+        return self._owed
+
+    def _receive(self) -> wire.AnyAnswer:
+        self._stream.fill(memoryview(self._prefix))
+        magic, length, self._owed = wire.PREFIX.unpack(self._prefix)
+        if magic != wire.MAGIC or length > wire.MOST_HEADER:
+            raise ProtocolMismatch(
+                "answers in another language",
+                subject=self._subject,
+                remedy="check what listens there",
+            )
+        if not length:
+            return _DATA
+        header = bytearray(length)
+        self._stream.fill(memoryview(header))
+        return wire.decode_answer(header, self._subject)
+
+    def _wait_for(self, timeout_s: float | None) -> None:
+        if timeout_s != self._set_timeout_s:
+            self._stream.set_timeout(timeout_s)
+            self._set_timeout_s = timeout_s
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Raise errors of ours; whatever fails here leaves the lane of no use."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = True
+            if isinstance(error, OSError):
+                raise unreachable(error, self._subject) from error
+            raise
+
+
+_DATA = wire.Data()
+
+
+def unreachable(error: OSError, subject: str) -> StorageUnreachable | StorageDenied:
+    """Return our error of a connection that failed."""
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        return StorageDenied(
+            f"the connection was refused: {error.reason or error}",
+            subject=subject,
+            remedy="get the identity from the Controller of the same store",
+        )
+    what = "no answer in time" if isinstance(error, TimeoutError) else "is gone, or not there"
+    return StorageUnreachable(
+        f"{what} ({error})",
+        subject=subject,
+        remedy="see whether the unit's process and node are alive, and its log",
+    )
+
+
+class Lanes:
+    """The lanes of one process to one unit. Safe to call from many threads.
+
+    Parameters
+    ----------
+    endpoint
+        Where the unit listens.
+    identity
+        For a unit that speaks TLS.
+    store_id, subject, timeout_s
+        See :class:`Lane`.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        identity: Identity | None,
+        *,
+        store_id: str,
+        subject: str,
+        timeout_s: float,
+    ) -> None:
+        self._endpoint = endpoint
+        self._tls = None if identity is None else identity.context(server=False)
+        self._store_id = store_id
+        self._subject = subject
+        self._timeout_s = timeout_s
+        self._free: deque[Lane] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def lane(self) -> Iterator[Lane]:
+        """Lend a lane; one that is owed bytes, or broke, is closed instead of kept."""
+        lane = self.take()
+        try:
+            yield lane
+        finally:
+            self.give(lane)
+
+    def take(self) -> Lane:
+        """Return a lane that nobody uses.
+
+        Raises
+        ------
+        StorageUnreachable, StorageDenied
+        """
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise StorageFailed("was closed", subject=self._subject)
+                lane = self._free.pop() if self._free else None
+            if lane is None:
+                return self._open()
+            if lane.is_fresh():
+                return lane
+            lane.close()
+
+    def give(self, lane: Lane) -> None:
+        """Give a lane back."""
+        with self._lock:
+            if lane.is_free and not self._closed:
+                self._free.append(lane)
+                return
+        lane.close()
+
+    def close(self) -> None:
+        """Close all lanes; one in use when its user gives it back."""
+        with self._lock:
+            self._closed = True
+            free, self._free = self._free, deque()
+        for lane in free:
+            lane.close()
+
+    def _open(self) -> Lane:
+        stream = self._stream()
+        try:
+            return Lane(
+                stream,
+                store_id=self._store_id,
+                subject=self._subject,
+                timeout_s=self._timeout_s,
+            )
+        except BaseException:
+            stream.close()
+            raise
+
+    def _stream(self) -> Stream:
+        try:
+            sock = connect(self._endpoint, self._timeout_s)
+            if self._tls is None:
+                return Stream(sock)
+            try:
+                return TlsStream(self._tls.wrap_socket(sock))
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as error:
+            raise unreachable(error, f"{self._subject} at {self._endpoint}") from error

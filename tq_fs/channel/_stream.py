@@ -1,0 +1,150 @@
+"""A connection that sends and fills whole buffers, plain or over TLS. Used by one thread."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+
+_MOST_BUFFERS = 1024  # IOV_MAX on Linux
+_SOCKET_BYTES = 4 * 1024**2  # what is on its way in the kernel
+_TIMEVAL = struct.Struct("ll")
+
+
+class Gone(ConnectionError):
+    """The other end has closed the connection."""
+
+
+class Stream:
+    """A plain connection.
+
+    Parameters
+    ----------
+    sock
+        Becomes the stream's, which closes it.
+    """
+
+    plain = True
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        tune(sock)
+        sock.setblocking(True)
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._socket.fileno()
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Bound how long a call waits for a byte to come or go; None for no bound."""
+        whole = max(0.001, seconds) if seconds is not None else 0.0
+        value = _TIMEVAL.pack(int(whole), int(whole % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def send(self, buffers: Sequence[memoryview], *, more: bool = False) -> None:
+        """Send all of `buffers`.
+
+        Parameters
+        ----------
+        buffers
+            None of them is empty.
+        more
+            Something follows at once.
+
+        Raises
+        ------
+        TimeoutError, ConnectionError
+        """
+        rest = list(buffers)
+        flags = socket.MSG_MORE if more else 0
+        while rest:
+            try:
+                sent = self._socket.sendmsg(rest[:_MOST_BUFFERS], [], flags)
+            except BlockingIOError as error:
+                raise TimeoutError("nothing was taken") from error
+            rest = list(_after(rest, sent))
+
+    def fill(self, view: memoryview) -> None:
+        """Receive as many bytes as `view` has.
+
+        Raises
+        ------
+        Gone
+            The other end closed the connection.
+        TimeoutError, ConnectionError
+        """
+        have = 0
+        while have < view.nbytes:
+            try:
+                got = self._socket.recv_into(view[have:], 0, socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise TimeoutError("nothing came") from error
+            if not got:
+                raise Gone("the other end closed the connection")
+            have += got
+
+    def is_idle(self) -> bool:
+        """Tell whether the connection stands and nothing has come."""
+        return not select.select([self._socket], [], [], 0)[0]
+
+    def close(self) -> None:
+        """Close the connection for every process that holds it; idempotent."""
+        with suppress(OSError):  # the other end was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class TlsStream(Stream):
+    """A connection over TLS, past its handshake."""
+
+    plain = False
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._socket: ssl.SSLSocket = sock
+        tune(sock)
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Bound how long a call waits for a byte to come or go; None for no bound."""
+        self._socket.settimeout(seconds)
+
+    def send(self, buffers: Sequence[memoryview], *, more: bool = False) -> None:  # noqa: ARG002
+        """Send all of `buffers`; see :meth:`Stream.send`."""
+        for buffer in buffers:
+            self._socket.sendall(buffer)
+
+    def fill(self, view: memoryview) -> None:
+        """Receive as many bytes as `view` has; see :meth:`Stream.fill`."""
+        have = 0
+        while have < view.nbytes:
+            got = self._socket.recv_into(view[have:])
+            if not got:
+                raise Gone("the other end closed the connection")
+            have += got
+
+
+def tune(sock: socket.socket) -> None:
+    """Make a connection send at once, hold more on its way, and notice a host that is gone."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        return  # how much is on its way, TCP finds out better by itself
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+
+
+def _after(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
+    """Yield what remains of `buffers` after their first `nbytes`."""
+    for i, buffer in enumerate(buffers):
+        if nbytes < buffer.nbytes:
+            yield buffer[nbytes:]
+            yield from islice(buffers, i + 1, None)
+            return
+        nbytes -= buffer.nbytes
