@@ -1,0 +1,210 @@
+"""One life of a Controller, in a process of its own: it fills a store, or opens one that is full.
+
+Started by :mod:`tq_fs.bench.controller` with a :class:`Life` as JSON; says what it measured in one
+line of JSON. A life that fills is killed at its end, by itself: nothing was closed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+
+from tq_fs.backends import LocalBackend
+from tq_fs.bench._data import Shape, declared
+from tq_fs.config import StoreConfig
+from tq_fs.controller import Controller
+from tq_fs.fields import FieldSpec
+from tq_fs.keys import Incarnation, StepKey
+from tq_fs.manifests import Catalog
+from tq_fs.steps import EncodeOptions, FieldArray, Scratch, StepEntry, encode_step
+from tq_fs.storage_unit import StorageUnit
+from tq_fs.trajectory import ClosedSession, StepRecord
+
+STORE_ID = "bench"
+STEPS_IN_SESSION = 10
+LAYERS, TOPK = 40, 8
+BATCH = 512  # references that are resolved at once
+_ROUNDS = 20
+_DISTINCT = 100  # sessions that differ; the others repeat their Steps under names of their own
+_TOKENS = (64, 4096)  # of a Step: some are one chunk, some are shards
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Life(NamedTuple):
+    """What a process is to do.
+
+    Attributes
+    ----------
+    folder
+        Of the store.
+    epoch
+        Number of the life, from 1.
+    sessions
+        To finalize; 0: open what is there and resolve it.
+    early
+        Sessions after which costs are taken for the first time.
+    """
+
+    folder: str
+    epoch: int
+    sessions: int = 0
+    early: int = 0
+
+
+def main(life: Life) -> None:
+    """Live it."""
+    with closing(LocalBackend(life.folder, ahead=0)) as backend:
+        unit = StorageUnit(backend, STORE_ID, options=EncodeOptions())
+        catalog = Catalog(backend, STORE_ID, cache_bytes=StoreConfig().manifest_cache_bytes)
+        controller = Controller(catalog, unit, epoch=life.epoch, now_ns=time.time_ns)
+        found = _fill(controller, life) if life.sessions else _open(controller)
+        print(json.dumps(found), flush=True)
+        if life.sessions:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- fill
+
+
+def _fill(controller: Controller, life: Life) -> dict[str, float]:
+    kinds = _kinds()
+    controller.recover()
+    window = max(life.early // 2, 1)
+    _finalize(controller, kinds, range(life.early - window))
+    before = _resident()
+    early_s = _finalize(controller, kinds, range(life.early - window, life.early)) / window
+    early = _resolving(controller, "early")
+    _finalize(controller, kinds, range(life.early, life.sessions - window))
+    late_s = _finalize(controller, kinds, range(life.sessions - window, life.sessions)) / window
+    grown = _resident() - before
+    counted = life.sessions - life.early + window
+    return {
+        **early,
+        "early_finalize_s": early_s / STEPS_IN_SESSION,
+        "late_finalize_s": late_s / STEPS_IN_SESSION,
+        "bytes_per_step": grown / (counted * STEPS_IN_SESSION),
+        **_resolving(controller, "late"),
+    }
+
+
+def _kinds() -> list[list[StepRecord]]:
+    """Return the Steps of some sessions, as recording leaves them; their groups lie nowhere."""
+    rng = np.random.default_rng(0)
+    fields = _fields()
+    return [
+        _records(fields, rng.integers(*_TOKENS, STEPS_IN_SESSION).tolist())
+        for _ in range(_DISTINCT)
+    ]
+
+
+def _fields() -> list[FieldSpec]:
+    return declared(Shape(0, LAYERS, TOPK, "uint8"))
+
+
+def _records(fields: Sequence[FieldSpec], sizes: Sequence[int]) -> list[StepRecord]:
+    records = []
+    prefix = 0
+    for index, tokens in enumerate(sizes):
+        record = StepRecord(
+            index=index,
+            kind="append" if index else "create",
+            parent=index - 1 if index else None,
+            prefix=prefix,
+            tokens=np.zeros(tokens, np.int32),
+            response=tokens // 2,
+            arrays={},
+            stored=_entry(fields, index, tokens),
+        )
+        records.append(record)
+        prefix += tokens
+    return records
+
+
+def _entry(fields: Sequence[FieldSpec], index: int, tokens: int) -> StepEntry:
+    """Encode a Step for what a manifest says of it."""
+    rows = {"tokens": tokens, "transitions": tokens if index else tokens - 1}
+    arrays = [FieldArray(s, np.zeros((rows[s.rows], *s.inner), s.dtype)) for s in fields]
+    key = StepKey(Incarnation("train", "session", "0"), index)
+    return encode_step(STORE_ID, key, tokens, arrays, EncodeOptions(), Scratch()).entry
+
+
+def _finalize(
+    controller: Controller, kinds: Sequence[Sequence[StepRecord]], numbers: range
+) -> float:
+    """Finalize sessions; return the seconds that took."""
+    fields = _fields()
+    start = time.perf_counter()
+    for number in numbers:
+        closed = ClosedSession(
+            incarnation=controller.open_session("train", f"rollout-{number:012d}"),
+            mode="tito",
+            views=("lineage",),
+            consumers=("train",),
+            records=kinds[number % len(kinds)],
+            stored=fields,
+            resident=(),
+            extra={},
+        )
+        controller.finalize(closed)
+    return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------- open
+
+
+def _open(controller: Controller) -> dict[str, float]:
+    before = _resident()
+    start = time.perf_counter()
+    found = controller.load()
+    restart_s = time.perf_counter() - start
+    grown = _resident() - before
+    return {
+        "restart_s": restart_s,
+        "steps": found.steps,
+        "bytes_per_step": grown / max(found.steps, 1),
+        **_resolving(controller, "late"),
+    }
+
+
+def _resolving(controller: Controller, when: str) -> dict[str, float]:
+    """Resolve batches of references in no order; return fragments per second.
+
+    ``cold`` is a batch that was not asked for lately, ``hot`` the same once more.
+    """
+    refs = list(controller.unreleased())
+    random.Random(0).shuffle(refs)
+    cold_s: list[float] = []
+    hot_s: list[float] = []
+    fragments = 0
+    for number in range(_ROUNDS):
+        batch = [refs[(number * BATCH + i) % len(refs)] for i in range(BATCH)]
+        for seconds in (cold_s, hot_s):
+            start = time.perf_counter()
+            resolved = controller.resolve(batch)
+            seconds.append(time.perf_counter() - start)
+        fragments = sum(len(f) for r in resolved for f in r.segment.fields.values())
+    return {
+        f"{when}_cold_per_s": fragments / float(np.median(cold_s)),
+        f"{when}_hot_per_s": fragments / float(np.median(hot_s)),
+    }
+
+
+def _resident() -> int:
+    """Return the resident memory of this process in bytes."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES
+
+
+if __name__ == "__main__":
+    main(Life(*json.loads(sys.argv[1])))
