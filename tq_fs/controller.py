@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -31,13 +32,14 @@ from tq_fs.manifests import (
     Catalog,
     Entry,
     Found,
+    Noted,
     Resolved,
     SegmentEntry,
     SessionManifest,
     SessionState,
+    noted,
 )
-from tq_fs.recovery import Objects, Recovery, Sweep, wanted_places
-from tq_fs.steps import StepEntry
+from tq_fs.recovery import Objects, Recovery, Sweep, Wanted, wanted_places
 from tq_fs.storage_unit import Inventory, StorageUnit
 from tq_fs.trajectory import (
     ClosedSession,
@@ -47,7 +49,7 @@ from tq_fs.trajectory import (
     trajectory_document,
 )
 
-Released = dict[str, set[str]]
+Released = Mapping[str, frozenset[str]]  # by consumer; never changed
 _BATCH = 256  # manifests that are read side by side
 
 _log = logging.getLogger(__name__)
@@ -135,7 +137,7 @@ class Controller:
         self._publish(manifest, trajectory)
         self._fence()  # once more: who took the store in between may have swept the Steps
         with self._lock:
-            self._released[incarnation] = {c: set() for c in consumers}
+            self._released[incarnation] = _nothing(manifest.consumers)
         kept = {s.index for s in manifest.steps}
         unneeded = [s.index for s in session.step_entries() if s.index not in kept]
         self._clear(unit, [StepKey(incarnation, i).path for i in unneeded])
@@ -306,7 +308,8 @@ class Controller:
         if _all(manifest, after):
             places = [f"steps/{incarnation.path}"]  # one listing, where a listing is a request
         self._clear(unit, places)
-        cold = _needed(manifest, set()) - _needed(manifest, set.union(*wanted.values())) - gone
+        unwanted = frozenset().union(*wanted.values())
+        cold = _needed(manifest, frozenset()) - _needed(manifest, unwanted) - gone
         unit.cool(StepKey(incarnation, i) for i in cold)
         return len(gone)
 
@@ -349,10 +352,11 @@ class Controller:
         ----------
         rebuild
             Make a manifest that cannot be used anew, from the session's trajectory and from what
-            its Steps say of themselves, where both are whole.
+            its Steps say of themselves, where both are whole. Pages are not believed then: every
+            manifest is read.
         """
         unit = self._writable()
-        loaded = self._load()
+        loaded = self._load(trust=not rebuild)
         sweep = Sweep(loaded.wanted)
         rebuilt = []
         for held in unit.inventory():
@@ -364,6 +368,8 @@ class Controller:
             self._tidy(path, partial(self._catalog.clear, path))
         for incarnation in loaded.ended.values():
             self._tidy(incarnation.path, partial(self._catalog.drop, incarnation))
+        if not rebuild:
+            self._catalog.flush(self._epoch)
         return replace(
             self._summary(loaded),
             swept_sessions=sweep.sessions,
@@ -378,7 +384,7 @@ class Controller:
 
     def survey(self) -> Recovery:
         """Tell what :meth:`recover` would find and remove, without changing anything."""
-        loaded = self._load()
+        loaded = self._load(trust=False)
         sweep = Sweep(loaded.wanted)
         assert self._unit is not None
         for held in self._unit.inventory():
@@ -391,17 +397,33 @@ class Controller:
             incomplete=sweep.incomplete(),
         )
 
-    def _summary(self, loaded: _Loaded) -> Recovery:
-        return replace(loaded.summary, unreadable=tuple(self._unreadable))
+    def close(self) -> None:
+        """Leave behind what makes the next start quick; nothing that it needs."""
+        if self._unit is not None:
+            self._catalog.flush(self._epoch)
 
-    def _load(self) -> _Loaded:
-        loaded = _Loaded()
-        for path, found in self._read_all():
+    def _summary(self, loaded: _Loaded) -> Recovery:
+        return replace(loaded.summary(), unreadable=tuple(self._unreadable))
+
+    def _load(self, *, trust: bool = True) -> _Loaded:
+        """Learn of all manifests; without opening those that a page tells of, if it is trusted."""
+        loaded = _Loaded(Wanted(self._places))
+        pages = self._catalog.known() if trust else {}  # first: what is written later is listed
+        for entry, found in self._read_all(pages):
             if found is None:
-                loaded.abandoned.add(path)  # a finalize that was not finished
+                loaded.abandoned.add(entry.path)  # a finalize that was not finished
+            elif isinstance(found, Noted):
+                self._take_noted(entry.path, found, pages[entry.path], loaded)
             else:
-                self._take(path, found, loaded)
+                self._take(entry.path, found, loaded, entry.stamp)
         return loaded
+
+    def _places(self, incarnation: Incarnation) -> Mapping[str, Objects]:
+        """Return where the Steps lie that unreleased Segments refer to."""
+        manifest = self._catalog.manifest(incarnation)
+        assert manifest is not None  # it is held, or was read a moment ago
+        needed = _needed(manifest, _done(self._released[incarnation]))
+        return wanted_places(manifest, [s for s in manifest.steps if s.index in needed])
 
     def _look_again(self, path: str, loaded: _Loaded) -> None:
         """Ask for the manifest of Steps that would be swept: no listing is trusted with them."""
@@ -411,27 +433,53 @@ class Controller:
         if found is not None:
             self._take(path, found, loaded)
 
-    def _take(self, path: str, found: Found | Exception, loaded: _Loaded) -> None:
+    def _take(self, path: str, found: Found | Exception, loaded: _Loaded, stamp: str = "") -> None:
         if isinstance(found, Exception):
             _log.error("manifest of %s is left alone, and its Steps", path, exc_info=found)
             self._unreadable.append(path)
-            loaded.wanted[path] = None
+            loaded.wanted.add(path, None)
             return
         manifest, state = found
-        released = {c: set(state.released.get(c, ())) for c in manifest.consumers}
+        released: Released = {c: frozenset(state.released.get(c, ())) for c in manifest.consumers}
         done = _done(released)
         if _all(manifest, done):
             loaded.ended[path] = manifest.incarnation
             return
+        if not any(released.values()):
+            released = _nothing(manifest.consumers)
         self._released[manifest.incarnation] = released
-        needed = _needed(manifest, done)
-        loaded.add(manifest, [s for s in manifest.steps if s.index in needed], len(done))
+        if self._unit is not None:
+            self._catalog.keep(manifest, stamp)
+        loaded.wanted.add(path, manifest.incarnation)
+        needed = [s for s in manifest.steps if s.index in _needed(manifest, done)]
+        loaded.add(
+            segments=len(manifest.segments),
+            released=len(done),
+            steps=len(needed),
+            nbytes=sum(step.nbytes for step in needed),
+        )
 
-    def _read_all(self) -> Iterator[tuple[str, Found | Exception | None]]:
+    def _take_noted(self, path: str, found: Noted, at: tuple[str, bytes], loaded: _Loaded) -> None:
+        """Believe a page: the manifest's file has the stamp that was noted, and no note lies by."""
+        incarnation = found.incarnation
+        self._released[incarnation] = _nothing(found.consumers)
+        if self._unit is not None:
+            self._catalog.keep_noted(incarnation, *at)
+        loaded.wanted.add(path, incarnation)
+        loaded.add(segments=found.segments, released=0, steps=found.steps, nbytes=found.nbytes)
+
+    def _read_all(
+        self, pages: Mapping[str, tuple[str, bytes]]
+    ) -> Iterator[tuple[Entry, Noted | Found | Exception | None]]:
         """Yield all manifests with their states, read side by side where there is a pool."""
 
-        def read(entry: Entry) -> tuple[str, Found | Exception | None]:
-            return entry.path, self._read(entry.path, entry.names) or self._read(entry.path)
+        def read(entry: Entry) -> tuple[Entry, Noted | Found | Exception | None]:
+            at = pages.get(entry.path)
+            if at is not None and entry.stamp and not entry.released:
+                found = noted(at[1])
+                if found.stamp == entry.stamp and found.segments:
+                    return entry, found
+            return entry, self._read(entry.path, entry.names) or self._read(entry.path)
 
         entries = self._catalog.entries()
         while some := list(itertools.islice(entries, _BATCH)):
@@ -457,7 +505,7 @@ class Controller:
             _log.exception("manifest of %s cannot be made anew", held.path)
             return False
         self._unreadable.remove(held.path)
-        del loaded.wanted[held.path]
+        loaded.wanted.discard(held.path)
         self._take(held.path, Found(manifest, state), loaded)
         return True
 
@@ -483,21 +531,29 @@ class Controller:
 class _Loaded:
     """What the manifests say, while a start makes use of it."""
 
-    summary: Recovery = field(default_factory=Recovery)
-    wanted: dict[str, Mapping[str, Objects] | None] = field(default_factory=dict)
+    wanted: Wanted
     abandoned: set[str] = field(default_factory=set)
     ended: dict[str, Incarnation] = field(default_factory=dict)
+    sessions: int = 0
+    segments: int = 0
+    unreleased: int = 0
+    steps: int = 0
+    nbytes: int = 0
 
-    def add(self, manifest: SessionManifest, steps: Sequence[StepEntry], released: int) -> None:
-        before = self.summary
-        self.wanted[manifest.incarnation.path] = wanted_places(manifest, steps)
-        self.summary = replace(
-            before,
-            sessions=before.sessions + 1,
-            segments=before.segments + len(manifest.segments),
-            unreleased=before.unreleased + len(manifest.segments) - released,
-            steps=before.steps + len(steps),
-            nbytes=before.nbytes + sum(step.nbytes for step in steps),
+    def add(self, *, segments: int, released: int, steps: int, nbytes: int) -> None:
+        self.sessions += 1
+        self.segments += segments
+        self.unreleased += segments - released
+        self.steps += steps
+        self.nbytes += nbytes
+
+    def summary(self) -> Recovery:
+        return Recovery(
+            sessions=self.sessions,
+            segments=self.segments,
+            unreleased=self.unreleased,
+            steps=self.steps,
+            nbytes=self.nbytes,
         )
 
 
@@ -510,16 +566,22 @@ def _pending(segment: SegmentEntry, released: Released, consumer: str | None) ->
     return any(_name(segment) not in released[c] for c in names)
 
 
-def _done(released: Released) -> set[str]:
+@functools.lru_cache(256)
+def _nothing(consumers: tuple[str, ...]) -> Released:
+    """Return that nothing was released yet: one object for all sessions with these consumers."""
+    return {consumer: frozenset() for consumer in consumers}
+
+
+def _done(released: Released) -> frozenset[str]:
     """Return the Segments that every consumer has released."""
-    return set.intersection(*released.values()) if released else set()
+    return frozenset.intersection(*released.values()) if released else frozenset()
 
 
-def _all(manifest: SessionManifest, done: set[str]) -> bool:
+def _all(manifest: SessionManifest, done: frozenset[str]) -> bool:
     return len(done) == len(manifest.segments)
 
 
-def _needed(manifest: SessionManifest, done: set[str]) -> set[int]:
+def _needed(manifest: SessionManifest, done: frozenset[str]) -> set[int]:
     """Return the Steps that Segments outside of `done` refer to."""
     return {
         fragment.step

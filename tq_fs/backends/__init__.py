@@ -1,6 +1,6 @@
 """Where bytes rest. A backend has never heard of a Step or a manifest."""
 
-from tq_fs.backends._base import COMMIT, Backend, Buffer, ObjectReader
+from tq_fs.backends._base import COMMIT, Backend, Buffer, ObjectReader, Stamping
 from tq_fs.backends._errors import mapped
 from tq_fs.backends._fsspec import FsspecBackend
 from tq_fs.backends._local import STAGING, LocalBackend
@@ -23,6 +23,7 @@ __all__ = [
     "ObjectReader",
     "ObstoreBackend",
     "Retry",
+    "Stamping",
     "TieredBackend",
     "is_attempt",
     "mapped",

@@ -133,7 +133,7 @@ def _records(fields: Sequence[FieldSpec], sizes: Sequence[int]) -> list[StepReco
 def _entry(fields: Sequence[FieldSpec], index: int, tokens: int) -> StepEntry:
     """Encode a Step for what a manifest says of it."""
     rows = {"tokens": tokens, "transitions": tokens if index else tokens - 1}
-    arrays = [FieldArray(s, np.zeros((rows[s.rows], *s.inner), s.dtype)) for s in fields]
+    arrays = [FieldArray(s, np.zeros((rows[s.rows], *(s.inner or ())), s.dtype)) for s in fields]
     key = StepKey(Incarnation("train", "session", "0"), index)
     return encode_step(STORE_ID, key, tokens, arrays, EncodeOptions(), Scratch()).entry
 
