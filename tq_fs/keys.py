@@ -75,6 +75,8 @@ def unescape(component: str) -> str:
     InvalidKey
         `component` is not something :func:`escape` returns.
     """
+    if len(component) <= MAX_ID_BYTES and _AS_IT_IS.fullmatch(component):
+        return component
     if component == "_":
         return ""
     out = bytearray()

@@ -340,7 +340,7 @@ class LocalBackend:
     def _scan(self, prefix: str) -> Sequence[os.DirEntry[str]]:
         """Return what lies right below `prefix`, sorted by name."""
         try:
-            with os.scandir(self.root / prefix) as entries:
+            with os.scandir(f"{self.root}/{prefix}") as entries:
                 return sorted((e for e in entries if e.name[0] != "."), key=_by_name)
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -405,16 +405,15 @@ class LocalBackend:
 
     def _prune_all(self) -> None:
         """Remove folders that a delete emptied and did not come to remove."""
-        seen = []
-        for folder, names, _ in os.walk(self.root):
-            depth = len(Path(folder).relative_to(self.root).parts)
-            if depth >= _PRUNED_DEPTH:
+        root = str(self.root)
+        empty = []
+        for folder, names, files in os.walk(root):
+            if not names and not files:
+                empty.append(folder[len(root) + 1 :])
+            if folder.count("/") - root.count("/") >= _PRUNED_DEPTH:
                 names.clear()
-            if depth > 1:
-                seen.append(folder)
-        for folder in reversed(seen):
-            with suppress(OSError):  # not empty
-                os.rmdir(folder)
+        for name in empty:
+            self._prune(name)
 
     def _discard(self, name: str) -> None:
         path = self.root / STAGING / name

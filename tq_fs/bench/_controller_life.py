@@ -1,7 +1,7 @@
 """One life of a Controller, in a process of its own: it fills a store, or opens one that is full.
 
 Started by :mod:`tq_fs.bench.controller` with a :class:`Life` as JSON; says what it measured in one
-line of JSON. A life that fills is killed at its end, by itself: nothing was closed.
+line of JSON. A life that fills is killed at its end, by itself: nothing is closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from tq_fs.trajectory import ClosedSession, StepRecord
 STORE_ID = "bench"
 STEPS_IN_SESSION = 10
 LAYERS, TOPK = 40, 8
+WINDOW = 1024  # sessions that are timed together; one of them writes a page
+RUN = 64
 BATCH = 512  # references that are resolved at once
 _ROUNDS = 20
 _DISTINCT = 100  # sessions that differ; the others repeat their Steps under names of their own
@@ -49,28 +51,42 @@ class Life(NamedTuple):
         Of the store.
     epoch
         Number of the life, from 1.
+    task
+        ``fill``; ``open`` what is there, resolve it and close; or ``sweep`` real Steps.
     sessions
-        To finalize; 0: open what is there and resolve it.
+        To finalize.
     early
-        Sessions after which costs are taken for the first time.
+        Sessions after which finalizing is timed for the first time.
+    cached
+        Whether decoded manifests are kept, as usual.
     """
 
     folder: str
     epoch: int
+    task: Literal["fill", "open", "sweep"]
     sessions: int = 0
     early: int = 0
+    cached: bool = True
 
 
 def main(life: Life) -> None:
     """Live it."""
+    cache_bytes = StoreConfig().manifest_cache_bytes if life.cached else 0
     with closing(LocalBackend(life.folder, ahead=0)) as backend:
         unit = StorageUnit(backend, STORE_ID, options=EncodeOptions())
-        catalog = Catalog(backend, STORE_ID, cache_bytes=StoreConfig().manifest_cache_bytes)
+        catalog = Catalog(backend, STORE_ID, cache_bytes=cache_bytes)
         controller = Controller(catalog, unit, epoch=life.epoch, now_ns=time.time_ns)
-        found = _fill(controller, life) if life.sessions else _open(controller)
-        print(json.dumps(found), flush=True)
-        if life.sessions:
+        if life.task == "fill":
+            found = _fill(controller, life)
+        elif life.task == "open":
+            found = _open(controller)
+        else:
+            found = _sweep(controller, unit, life)
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+        if life.task == "fill":
             os.kill(os.getpid(), signal.SIGKILL)
+        controller.close()
 
 
 # ---------------------------------------------------------------- fill
@@ -79,21 +95,17 @@ def main(life: Life) -> None:
 def _fill(controller: Controller, life: Life) -> dict[str, float]:
     kinds = _kinds()
     controller.recover()
-    window = max(life.early // 2, 1)
-    _finalize(controller, kinds, range(life.early - window))
+    _finalize(controller, kinds, range(WINDOW))
     before = _resident()
-    early_s = _finalize(controller, kinds, range(life.early - window, life.early)) / window
-    early = _resolving(controller, "early")
-    _finalize(controller, kinds, range(life.early, life.sessions - window))
-    late_s = _finalize(controller, kinds, range(life.sessions - window, life.sessions)) / window
+    _finalize(controller, kinds, range(WINDOW, life.early))
+    early_s = _timed(controller, kinds, life.early)
+    _finalize(controller, kinds, range(life.early + WINDOW, life.sessions - WINDOW))
+    late_s = _timed(controller, kinds, life.sessions - WINDOW)
     grown = _resident() - before
-    counted = life.sessions - life.early + window
     return {
-        **early,
         "early_finalize_s": early_s / STEPS_IN_SESSION,
         "late_finalize_s": late_s / STEPS_IN_SESSION,
-        "bytes_per_step": grown / (counted * STEPS_IN_SESSION),
-        **_resolving(controller, "late"),
+        "bytes_per_step": grown / ((life.sessions - WINDOW) * STEPS_IN_SESSION),
     }
 
 
@@ -138,6 +150,12 @@ def _entry(fields: Sequence[FieldSpec], index: int, tokens: int) -> StepEntry:
     return encode_step(STORE_ID, key, tokens, arrays, EncodeOptions(), Scratch()).entry
 
 
+def _timed(controller: Controller, kinds: Sequence[Sequence[StepRecord]], first: int) -> float:
+    """Finalize a window of sessions; return the seconds one takes, the median of runs."""
+    runs = [range(n, n + RUN) for n in range(first, first + WINDOW, RUN)]
+    return float(np.median([_finalize(controller, kinds, run) for run in runs])) / RUN
+
+
 def _finalize(
     controller: Controller, kinds: Sequence[Sequence[StepRecord]], numbers: range
 ) -> float:
@@ -172,11 +190,11 @@ def _open(controller: Controller) -> dict[str, float]:
         "restart_s": restart_s,
         "steps": found.steps,
         "bytes_per_step": grown / max(found.steps, 1),
-        **_resolving(controller, "late"),
+        **_resolve(controller),
     }
 
 
-def _resolving(controller: Controller, when: str) -> dict[str, float]:
+def _resolve(controller: Controller) -> dict[str, float]:
     """Resolve batches of references in no order; return fragments per second.
 
     ``cold`` is a batch that was not asked for lately, ``hot`` the same once more.
@@ -194,9 +212,25 @@ def _resolving(controller: Controller, when: str) -> dict[str, float]:
             seconds.append(time.perf_counter() - start)
         fragments = sum(len(f) for r in resolved for f in r.segment.fields.values())
     return {
-        f"{when}_cold_per_s": fragments / float(np.median(cold_s)),
-        f"{when}_hot_per_s": fragments / float(np.median(hot_s)),
+        "cold_per_s": fragments / float(np.median(cold_s)),
+        "hot_per_s": fragments / float(np.median(hot_s)),
     }
+
+
+# ---------------------------------------------------------------- sweep
+
+
+def _sweep(controller: Controller, unit: StorageUnit, life: Life) -> dict[str, float]:
+    """Record Steps for real, small ones; return what a start takes to look for each of them."""
+    fields = _fields()
+    arrays = [FieldArray(s, np.zeros((8, *(s.inner or ())), s.dtype)) for s in fields]
+    for number in range(life.sessions):
+        incarnation = controller.open_session("train", f"rollout-{number:012d}")
+        for index in range(STEPS_IN_SESSION):
+            unit.put(StepKey(incarnation, index), 8, arrays, fresh=True)
+    start = time.perf_counter()
+    count = sum(len(held.places) for held in unit.inventory())
+    return {"sweep_s": (time.perf_counter() - start) / count}
 
 
 def _resident() -> int:
