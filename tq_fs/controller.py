@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from tq_fs.errors import (
     ConflictError,
@@ -412,8 +413,8 @@ class Controller:
         for entry, found in self._read_all(pages):
             if found is None:
                 loaded.abandoned.add(entry.path)  # a finalize that was not finished
-            elif isinstance(found, Noted):
-                self._take_noted(entry.path, found, pages[entry.path], loaded)
+            elif isinstance(found, _Recalled):
+                self._take_recalled(entry.path, found, loaded)
             else:
                 self._take(entry.path, found, loaded, entry.stamp)
         return loaded
@@ -439,51 +440,69 @@ class Controller:
             self._unreadable.append(path)
             loaded.wanted.add(path, None)
             return
-        manifest, state = found
-        released: Released = {c: frozenset(state.released.get(c, ())) for c in manifest.consumers}
+        manifest = found.manifest
+        released = _released(manifest.consumers, found.state)
+        if self._count(path, manifest, released, loaded) and self._unit is not None:
+            self._catalog.keep(manifest, stamp)
+
+    def _take_recalled(self, path: str, found: _Recalled, loaded: _Loaded) -> None:
+        """Believe a page of a manifest; it is not even decoded where all of it is still needed."""
+        noted = found.noted
+        incarnation = noted.incarnation
+        if self._unit is not None:
+            self._catalog.keep_noted(incarnation, found.page, found.entry)
+        released = _released(noted.consumers, found.state)
+        if _done(released):
+            if not self._count(path, noted.manifest(), released, loaded):
+                self._catalog.forget(incarnation)
+            return
+        self._released[incarnation] = released
+        loaded.wanted.add(path, incarnation)
+        loaded.add(segments=noted.segments, released=0, steps=noted.steps, nbytes=noted.nbytes)
+
+    def _count(
+        self, path: str, manifest: SessionManifest, released: Released, loaded: _Loaded
+    ) -> bool:
+        """Take in what is left of a session; False where nothing is."""
         done = _done(released)
         if _all(manifest, done):
             loaded.ended[path] = manifest.incarnation
-            return
-        if not any(released.values()):
-            released = _nothing(manifest.consumers)
+            return False
         self._released[manifest.incarnation] = released
-        if self._unit is not None:
-            self._catalog.keep(manifest, stamp)
         loaded.wanted.add(path, manifest.incarnation)
-        needed = [s for s in manifest.steps if s.index in _needed(manifest, done)]
+        wanted = _needed(manifest, done)
+        needed = [s for s in manifest.steps if s.index in wanted]
         loaded.add(
             segments=len(manifest.segments),
             released=len(done),
             steps=len(needed),
             nbytes=sum(step.nbytes for step in needed),
         )
-
-    def _take_noted(self, path: str, found: Noted, at: tuple[str, bytes], loaded: _Loaded) -> None:
-        """Believe a page: the manifest's file has the stamp that was noted, and no note lies by."""
-        incarnation = found.incarnation
-        self._released[incarnation] = _nothing(found.consumers)
-        if self._unit is not None:
-            self._catalog.keep_noted(incarnation, *at)
-        loaded.wanted.add(path, incarnation)
-        loaded.add(segments=found.segments, released=0, steps=found.steps, nbytes=found.nbytes)
+        return True
 
     def _read_all(
         self, pages: Mapping[str, tuple[str, bytes]]
-    ) -> Iterator[tuple[Entry, Noted | Found | Exception | None]]:
+    ) -> Iterator[tuple[Entry, _Recalled | Found | Exception | None]]:
         """Yield all manifests with their states, read side by side where there is a pool."""
 
-        def read(entry: Entry) -> tuple[Entry, Noted | Found | Exception | None]:
-            at = pages.get(entry.path)
-            if at is not None and entry.stamp and not entry.released:
-                found = noted(at[1])
-                if found.stamp == entry.stamp and found.segments:
-                    return entry, found
-            return entry, self._read(entry.path, entry.names) or self._read(entry.path)
+        def read(entry: Entry) -> tuple[Entry, _Recalled | Found | Exception | None]:
+            found = self._recall(entry, *pages[entry.path]) if entry.path in pages else None
+            return entry, found or self._read(entry.path, entry.names) or self._read(entry.path)
 
         entries = self._catalog.entries()
         while some := list(itertools.islice(entries, _BATCH)):
             yield from self._pool.map(read, some) if self._pool is not None else map(read, some)
+
+    def _recall(self, entry: Entry, page: str, data: bytes) -> _Recalled | Exception | None:
+        """Return what a page says of a manifest, if its file has the stamp that was noted."""
+        found = noted(data)
+        if not entry.stamp or found.stamp != entry.stamp or not found.segments:
+            return None
+        try:
+            state = self._catalog.state(entry.path, entry.names) if entry.released else None
+        except CorruptError as error:
+            return error
+        return _Recalled(found, page, data, state)
 
     def _read(self, path: str, names: Collection[str] | None = None) -> Found | Exception | None:
         try:
@@ -525,6 +544,15 @@ class Controller:
                 "is open for reading only", subject=f"store {self._catalog.store_id!r}"
             )
         return self._unit
+
+
+class _Recalled(NamedTuple):
+    """A manifest that was not read: what a page says of it, and its state where it has one."""
+
+    noted: Noted
+    page: str
+    entry: bytes
+    state: SessionState | None
 
 
 @dataclass(slots=True)
@@ -570,6 +598,12 @@ def _pending(segment: SegmentEntry, released: Released, consumer: str | None) ->
 def _nothing(consumers: tuple[str, ...]) -> Released:
     """Return that nothing was released yet: one object for all sessions with these consumers."""
     return {consumer: frozenset() for consumer in consumers}
+
+
+def _released(consumers: tuple[str, ...], state: SessionState | None) -> Released:
+    if state is None or not any(state.released.values()):
+        return _nothing(consumers)
+    return {c: frozenset(state.released.get(c, ())) for c in consumers}
 
 
 def _done(released: Released) -> frozenset[str]:

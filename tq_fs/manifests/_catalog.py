@@ -191,6 +191,10 @@ class Catalog:
         """Hold what a page says, once its stamp was compared, in the process that writes."""
         self._pages.keep(incarnation, page, entry)
 
+    def forget(self, incarnation: Incarnation) -> None:
+        """Hold a manifest no more; its file stays."""
+        self._pages.drop(incarnation)
+
     def flush(self, epoch: int) -> None:
         """Note what the next start need not read anew, where that is worth a file."""
         self._pages.flush(epoch)
@@ -329,7 +333,7 @@ class Catalog:
         data = self._pages.get(incarnation)
         if data is None:
             return self._read(self._prefix(incarnation))
-        return self._remember(decode(data, SessionManifest, f"manifest of {incarnation}"), len(data))
+        return self._remember(decode(data, SessionManifest, str(incarnation)), len(data))
 
     def _read(self, prefix: str) -> _Cached | None:
         key = f"{prefix}/{MANIFEST}"

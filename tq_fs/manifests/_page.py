@@ -9,7 +9,7 @@ import msgspec
 
 from tq_fs.errors import ManifestCorrupt
 from tq_fs.keys import Incarnation
-from tq_fs.manifests._models import SessionManifest, encode
+from tq_fs.manifests._models import SessionManifest, decode, encode
 from tq_fs.manifests._seal import seal, unseal
 from tq_fs.steps import check_schema
 
@@ -59,6 +59,16 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         except zlib.error as error:
             subject = f"packed manifest of {self.incarnation}"
             raise ManifestCorrupt(f"cannot be read: {error}", subject=subject) from error
+
+
+    def manifest(self) -> SessionManifest:
+        """Return the manifest.
+
+        Raises
+        ------
+        ManifestCorrupt
+        """
+        return decode(self.json(), SessionManifest, str(self.incarnation))
 
 
 class _Page(msgspec.Struct, frozen=True, kw_only=True):
