@@ -35,6 +35,7 @@ from tq_fs.manifests import (
     encode,
     encode_page,
     seal,
+    unseal,
 )
 from tq_fs.recovery import Recovery
 from tq_fs.steps import EncodeOptions, FieldArray
@@ -194,9 +195,12 @@ def check_same(world: World) -> None:
 
 
 def another(path: Path) -> None:
-    """Write a manifest again, as long as it was, with another time in it."""
+    """Write a manifest again, as long as it was, with something else in it."""
     document = decode(path.read_bytes(), SessionManifest, "it")
-    path.write_bytes(encode(msgspec.structs.replace(document, created_ns=document.created_ns ^ 1)))
+    segments = [
+        msgspec.structs.replace(s, response_tokens=s.response_tokens ^ 1) for s in document.segments
+    ]
+    path.write_bytes(encode(msgspec.structs.replace(document, segments=tuple(segments))))
 
 
 def harm(world: World, what: str, pick: int) -> None:
@@ -275,7 +279,8 @@ def damaged(data: bytes) -> bytes:
 
 
 def later(data: bytes) -> bytes:
-    return seal(msgspec.msgpack.encode({"schema": "tq-fs/page/2", "surprise": 1}))
+    page = msgspec.msgpack.decode(unseal(data, "page"))
+    return seal(msgspec.msgpack.encode({**page, "schema": "tq-fs/page/2", "surprise": 1}))
 
 
 def foreign(data: bytes) -> bytes:
@@ -481,6 +486,25 @@ def test_a_page_that_cannot_be_written_fails_no_finalize(
     assert world.pages() != []
     assert sorted(world.controller.unreleased()) == sorted(refs)
     check_same(world)
+
+
+def test_what_is_released_while_its_page_is_written_is_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(self: Any, key: str, data: bytes, *, urgent: bool = False) -> None:
+        real(self, key, data, urgent=urgent)
+        if key.startswith("pages/"):
+            world.controller.release(sessions[0], "train")
+
+    real = LocalBackend.put
+    sessions = [world.finalize(0) for _ in range(FULL - 1)]
+    monkeypatch.setattr(LocalBackend, "put", put)
+    sessions.append(world.finalize(0))
+    with pytest.raises(SegmentMissing):
+        world.controller.resolve(sessions[0])
+    assert len(world.pages()) == 1
+    world.controller.release(itertools.chain(*sessions[1:]), "train")
+    assert tree(world.folder) == set()
 
 
 def test_many_threads_finalize_and_release_while_pages_are_written(world: World) -> None:

@@ -449,16 +449,15 @@ class Controller:
         """Believe a page of a manifest; it is not even decoded where all of it is still needed."""
         noted = found.noted
         incarnation = noted.incarnation
+        released = _released(noted.consumers, found.state)
+        if not _done(released):
+            self._released[incarnation] = released
+            loaded.wanted.add(path, incarnation)
+            loaded.add(segments=noted.segments, released=0, steps=noted.steps, nbytes=noted.nbytes)
+        elif not self._count(path, noted.manifest(), released, loaded):
+            return
         if self._unit is not None:
             self._catalog.keep_noted(incarnation, found.page, found.entry)
-        released = _released(noted.consumers, found.state)
-        if _done(released):
-            if not self._count(path, noted.manifest(), released, loaded):
-                self._catalog.forget(incarnation)
-            return
-        self._released[incarnation] = released
-        loaded.wanted.add(path, incarnation)
-        loaded.add(segments=noted.segments, released=0, steps=noted.steps, nbytes=noted.nbytes)
 
     def _count(
         self, path: str, manifest: SessionManifest, released: Released, loaded: _Loaded

@@ -191,10 +191,6 @@ class Catalog:
         """Hold what a page says, once its stamp was compared, in the process that writes."""
         self._pages.keep(incarnation, page, entry)
 
-    def forget(self, incarnation: Incarnation) -> None:
-        """Hold a manifest no more; its file stays."""
-        self._pages.drop(incarnation)
-
     def flush(self, epoch: int) -> None:
         """Note what the next start need not read anew, where that is worth a file."""
         self._pages.flush(epoch)

@@ -77,11 +77,9 @@ class Pages:
         entry = note(manifest, data, stamp)
         incarnation = manifest.incarnation
         with self._lock:
-            gone = self._forget(incarnation)
             self._held[incarnation] = entry
             if stamp:
                 self._waiting[incarnation] = None
-        self._remove(gone)
 
     def get(self, incarnation: Incarnation) -> bytes | None:
         """Return a manifest that is held, as its file holds it.
