@@ -108,7 +108,8 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "arguments", [["demo"], ["recover"], ["bench", "step"], ["bench", "s3"], ["bench", "controller"]]
+    "arguments",
+    [["demo"], ["recover"], ["bench", "step"], ["bench", "s3"], ["bench", "controller"]],
 )
 def test_help_shows_an_example(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
