@@ -34,6 +34,8 @@ from tq_fs.manifests import (
     decode_page,
     encode,
     encode_page,
+    note,
+    noted,
     seal,
     unseal,
 )
@@ -578,3 +580,24 @@ def test_a_stamp_changes_whenever_a_file_is_written_again(tmp_path: Path) -> Non
     with pytest.raises(ObjectMissing):
         backend.stamp("a/x")
     backend.close()
+
+
+# ---------------------------------------------------------------- the format
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_the_golden_page_is_read_and_what_it_holds_is_the_golden_manifest() -> None:
+    """Deflated bytes differ from one zlib to the next; what is inflated does not."""
+    (entry,) = decode_page((GOLDEN / "page-1.msgpack").read_bytes(), "golden", "page")
+    data = (GOLDEN / "manifest-1.json").read_bytes()
+    manifest = decode(data, SessionManifest, "manifest")
+    found = noted(entry)
+    assert found.json() == data
+    assert found.manifest() == manifest
+    assert found.incarnation == manifest.incarnation
+    assert msgspec.structs.replace(found, packed=b"") == msgspec.structs.replace(
+        noted(note(manifest, data, "12-3-4-5")), packed=b""
+    )
+    assert (found.consumers, found.segments) == (manifest.consumers, len(manifest.segments))
+    assert found.nbytes == sum(step.nbytes for step in manifest.steps)
