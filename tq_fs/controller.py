@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -35,12 +34,20 @@ from tq_fs.manifests import (
     Found,
     Noted,
     Resolved,
-    SegmentEntry,
     SessionManifest,
     SessionState,
     noted,
 )
-from tq_fs.recovery import Objects, Recovery, Sweep, Wanted, wanted_places
+from tq_fs.recovery import Loaded, Objects, Recovery, Sweep, Wanted, wanted_places
+from tq_fs.released import (
+    Released,
+    is_over,
+    is_pending,
+    needed_steps,
+    nothing_released,
+    released_by_all,
+    released_of,
+)
 from tq_fs.storage_unit import Inventory, StorageUnit
 from tq_fs.trajectory import (
     ClosedSession,
@@ -50,7 +57,6 @@ from tq_fs.trajectory import (
     trajectory_document,
 )
 
-Released = Mapping[str, frozenset[str]]  # by consumer; never changed
 _BATCH = 256  # manifests that are read side by side
 
 _log = logging.getLogger(__name__)
@@ -138,7 +144,7 @@ class Controller:
         self._publish(manifest, trajectory)
         self._fence()  # once more: who took the store in between may have swept the Steps
         with self._lock:
-            self._released[incarnation] = _nothing(manifest.consumers)
+            self._released[incarnation] = nothing_released(manifest.consumers)
         kept = {s.index for s in manifest.steps}
         unneeded = [s.index for s in session.step_entries() if s.index not in kept]
         self._clear(unit, [StepKey(incarnation, i).path for i in unneeded])
@@ -230,7 +236,7 @@ class Controller:
             if manifest is None:
                 continue  # released while we were counting
             for segment in manifest.segments:
-                if _pending(segment, released, consumer):
+                if is_pending(segment, released, consumer):
                     yield str(manifest.ref(segment))
 
     def release(self, refs: Iterable[str], consumer: str) -> int:
@@ -292,11 +298,11 @@ class Controller:
             manifest = self._catalog.manifest(incarnation) if released is not None else None
             if released is None or manifest is None:
                 return 0
-            before = _done(released)
+            before = released_by_all(released)
             names = {f"{r.view}/{r.index}" for r in refs}
             wanted = {c: s | names if c == consumer else s for c, s in released.items()}
-            after = _done(wanted)
-            if _all(manifest, after):
+            after = released_by_all(wanted)
+            if is_over(manifest, after):
                 # Without a manifest the Steps are orphans, which a start sweeps: nothing else has
                 # to be written down, so that this works on a full disk too.
                 self._catalog.drop(incarnation)
@@ -304,13 +310,13 @@ class Controller:
             else:
                 self._note(incarnation, wanted)
                 self._released[incarnation] = wanted
-        gone = _needed(manifest, before) - _needed(manifest, after)
+        gone = needed_steps(manifest, before) - needed_steps(manifest, after)
         places = [StepKey(incarnation, i).path for i in sorted(gone)]
-        if _all(manifest, after):
+        if is_over(manifest, after):
             places = [f"steps/{incarnation.path}"]  # one listing, where a listing is a request
         self._clear(unit, places)
         unwanted = frozenset().union(*wanted.values())
-        cold = _needed(manifest, frozenset()) - _needed(manifest, unwanted) - gone
+        cold = needed_steps(manifest, frozenset()) - needed_steps(manifest, unwanted) - gone
         unit.cool(StepKey(incarnation, i) for i in cold)
         return len(gone)
 
@@ -403,12 +409,12 @@ class Controller:
         if self._unit is not None:
             self._catalog.flush(self._epoch)
 
-    def _summary(self, loaded: _Loaded) -> Recovery:
+    def _summary(self, loaded: Loaded) -> Recovery:
         return replace(loaded.summary(), unreadable=tuple(self._unreadable))
 
-    def _load(self, *, trust: bool = True) -> _Loaded:
+    def _load(self, *, trust: bool = True) -> Loaded:
         """Learn of all manifests; without opening those that a page tells of, if it is trusted."""
-        loaded = _Loaded(Wanted(self._places))
+        loaded = Loaded(Wanted(self._places))
         pages = self._catalog.known() if trust else {}  # first: what is written later is listed
         for entry, found in self._read_all(pages):
             if found is None:
@@ -423,10 +429,10 @@ class Controller:
         """Return where the Steps lie that unreleased Segments refer to."""
         manifest = self._catalog.manifest(incarnation)
         assert manifest is not None  # it is held, or was read a moment ago
-        needed = _needed(manifest, _done(self._released[incarnation]))
+        needed = needed_steps(manifest, released_by_all(self._released[incarnation]))
         return wanted_places(manifest, [s for s in manifest.steps if s.index in needed])
 
-    def _look_again(self, path: str, loaded: _Loaded) -> None:
+    def _look_again(self, path: str, loaded: Loaded) -> None:
         """Ask for the manifest of Steps that would be swept: no listing is trusted with them."""
         if path in loaded.wanted or path in loaded.ended or path in loaded.abandoned:
             return
@@ -434,23 +440,23 @@ class Controller:
         if found is not None:
             self._take(path, found, loaded)
 
-    def _take(self, path: str, found: Found | Exception, loaded: _Loaded, stamp: str = "") -> None:
+    def _take(self, path: str, found: Found | Exception, loaded: Loaded, stamp: str = "") -> None:
         if isinstance(found, Exception):
             _log.error("manifest of %s is left alone, and its Steps", path, exc_info=found)
             self._unreadable.append(path)
             loaded.wanted.add(path, None)
             return
         manifest = found.manifest
-        released = _released(manifest.consumers, found.state)
+        released = released_of(manifest.consumers, found.state)
         if self._count(path, manifest, released, loaded) and self._unit is not None:
             self._catalog.keep(manifest, stamp)
 
-    def _take_recalled(self, path: str, found: _Recalled, loaded: _Loaded) -> None:
+    def _take_recalled(self, path: str, found: _Recalled, loaded: Loaded) -> None:
         """Believe a page of a manifest; it is not even decoded where all of it is still needed."""
         noted = found.noted
         incarnation = noted.incarnation
-        released = _released(noted.consumers, found.state)
-        if not _done(released):
+        released = released_of(noted.consumers, found.state)
+        if not released_by_all(released):
             self._released[incarnation] = released
             loaded.wanted.add(path, incarnation)
             loaded.add(segments=noted.segments, released=0, steps=noted.steps, nbytes=noted.nbytes)
@@ -460,16 +466,16 @@ class Controller:
             self._catalog.keep_noted(incarnation, found.page, found.entry)
 
     def _count(
-        self, path: str, manifest: SessionManifest, released: Released, loaded: _Loaded
+        self, path: str, manifest: SessionManifest, released: Released, loaded: Loaded
     ) -> bool:
         """Take in what is left of a session; False where nothing is."""
-        done = _done(released)
-        if _all(manifest, done):
+        done = released_by_all(released)
+        if is_over(manifest, done):
             loaded.ended[path] = manifest.incarnation
             return False
         self._released[manifest.incarnation] = released
         loaded.wanted.add(path, manifest.incarnation)
-        wanted = _needed(manifest, done)
+        wanted = needed_steps(manifest, done)
         needed = [s for s in manifest.steps if s.index in wanted]
         loaded.add(
             segments=len(manifest.segments),
@@ -509,7 +515,7 @@ class Controller:
         except (CorruptError, ConflictError, InvalidSegment, InvalidKey) as error:
             return error  # the last: it is named as nothing of ours is
 
-    def _rebuild(self, held: Inventory, loaded: _Loaded) -> bool:
+    def _rebuild(self, held: Inventory, loaded: Loaded) -> bool:
         """Make a damaged manifest anew; False where what is left does not say how."""
         unit = self._writable()
         try:
@@ -552,74 +558,3 @@ class _Recalled(NamedTuple):
     page: str
     entry: bytes
     state: SessionState | None
-
-
-@dataclass(slots=True)
-class _Loaded:
-    """What the manifests say, while a start makes use of it."""
-
-    wanted: Wanted
-    abandoned: set[str] = field(default_factory=set)
-    ended: dict[str, Incarnation] = field(default_factory=dict)
-    sessions: int = 0
-    segments: int = 0
-    unreleased: int = 0
-    steps: int = 0
-    nbytes: int = 0
-
-    def add(self, *, segments: int, released: int, steps: int, nbytes: int) -> None:
-        self.sessions += 1
-        self.segments += segments
-        self.unreleased += segments - released
-        self.steps += steps
-        self.nbytes += nbytes
-
-    def summary(self) -> Recovery:
-        return Recovery(
-            sessions=self.sessions,
-            segments=self.segments,
-            unreleased=self.unreleased,
-            steps=self.steps,
-            nbytes=self.nbytes,
-        )
-
-
-def _name(segment: SegmentEntry) -> str:
-    return f"{segment.view}/{segment.index}"
-
-
-def _pending(segment: SegmentEntry, released: Released, consumer: str | None) -> bool:
-    names = released if consumer is None else [c for c in released if c == consumer]
-    return any(_name(segment) not in released[c] for c in names)
-
-
-@functools.lru_cache(256)
-def _nothing(consumers: tuple[str, ...]) -> Released:
-    """Return that nothing was released yet: one object for all sessions with these consumers."""
-    return {consumer: frozenset() for consumer in consumers}
-
-
-def _released(consumers: tuple[str, ...], state: SessionState | None) -> Released:
-    if state is None or not any(state.released.values()):
-        return _nothing(consumers)
-    return {c: frozenset(state.released.get(c, ())) for c in consumers}
-
-
-def _done(released: Released) -> frozenset[str]:
-    """Return the Segments that every consumer has released."""
-    return frozenset.intersection(*released.values()) if released else frozenset()
-
-
-def _all(manifest: SessionManifest, done: frozenset[str]) -> bool:
-    return len(done) == len(manifest.segments)
-
-
-def _needed(manifest: SessionManifest, done: frozenset[str]) -> set[int]:
-    """Return the Steps that Segments outside of `done` refer to."""
-    return {
-        fragment.step
-        for segment in manifest.segments
-        if _name(segment) not in done
-        for fragments in segment.fields.values()
-        for fragment in fragments
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tq_fs.backends import COMMIT
 from tq_fs.keys import Incarnation
@@ -88,6 +88,50 @@ class Wanted(Mapping[str, Mapping[str, Objects] | None]):
     def __len__(self) -> int:
         """Return the number of incarnations."""
         return len(self._known)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What the manifests say, while a start makes use of it.
+
+    Attributes
+    ----------
+    wanted
+        What has to lie where, by path of the incarnation.
+    abandoned
+        Paths where a finalize was not finished.
+    ended
+        Incarnations by path of which nothing is needed any more.
+    sessions, segments, unreleased, steps, nbytes
+        As in :class:`Recovery`.
+    """
+
+    wanted: Wanted
+    abandoned: set[str] = field(default_factory=set)
+    ended: dict[str, Incarnation] = field(default_factory=dict)
+    sessions: int = 0
+    segments: int = 0
+    unreleased: int = 0
+    steps: int = 0
+    nbytes: int = 0
+
+    def add(self, *, segments: int, released: int, steps: int, nbytes: int) -> None:
+        """Count a session of which something is still needed."""
+        self.sessions += 1
+        self.segments += segments
+        self.unreleased += segments - released
+        self.steps += steps
+        self.nbytes += nbytes
+
+    def summary(self) -> Recovery:
+        """Return the counts."""
+        return Recovery(
+            sessions=self.sessions,
+            segments=self.segments,
+            unreleased=self.unreleased,
+            steps=self.steps,
+            nbytes=self.nbytes,
+        )
 
 
 class Sweep:
