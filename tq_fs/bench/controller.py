@@ -45,7 +45,7 @@ EARLY_STEPS = 10_000
 SWEPT_STEPS = 4_000
 _LEAST_STEPS = EARLY_STEPS + 2 * WINDOW * STEPS_IN_SESSION
 _SPARE_BYTES = 1024**3
-_SESSION_BYTES = 16 * 1024  # folders, manifest and its part of a page
+_SESSION_BYTES = 64 * 1024  # three inodes, for each of which ext4 wants 16 KiB; the image is sparse
 
 
 class LifeFailed(FatalError):
