@@ -48,6 +48,39 @@ def test_bench_step_writes_the_json_where_it_is_told(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["write.x_raw"] > 0
 
 
+FIGURES = {
+    "bytes_per_step",
+    "fragments_per_s",
+    "x_flat",
+    "restart_s",
+    "restart_killed_s",
+    "restart_closed_s",
+    "sweep_us_per_step",
+}
+
+
+@pytest.mark.slow
+def test_bench_controller_prints_one_json_object_of_positive_figures(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--steps", "31000", "--root", str(tmp_path), "--json", "-"]
+    assert main(["bench", "controller", *arguments]) == 0
+    out, err = capfd.readouterr()
+    document = json.loads(out)
+    assert set(document) >= {f"controller.{name}" for name in FIGURES}
+    assert all(document[f"controller.{name}"] > 0 for name in FIGURES)
+    assert document["settings"]["steps"] == 31000
+    assert "31,000 Steps" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_controller_refuses_fewer_steps_than_it_compares_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "controller", "--steps", "10000"]) == 2
+    assert "steps: 10,000 are too few; 30,480 or more" in capsys.readouterr().err
+
+
 def test_a_place_of_our_own_is_journaled_and_goes_away_again() -> None:
     with measuring_place(None, 64 * 1024 * 1024) as place:
         (place.folder / "file").write_bytes(b"x")
@@ -75,7 +108,11 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "arguments", [["demo"], ["recover"], ["bench", "step"], ["bench", "s3"], ["bench", "channel"]]
+    "arguments",
+    [
+        *(["demo"], ["recover"], ["bench", "step"], ["bench", "s3"]),
+        *(["bench", "channel"], ["bench", "controller"]),
+    ],
 )
 def test_help_shows_an_example(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:

@@ -40,7 +40,8 @@ from tests._rollouts import (
 )
 from tq_fs import FieldSpec
 from tq_fs.backends import LocalBackend
-from tq_fs.manifests import Mode
+from tq_fs.keys import Incarnation
+from tq_fs.manifests import Mode, Pages
 from tq_fs.steps import StepEntry
 
 LAYERS, TOPK = 5, 2
@@ -687,13 +688,12 @@ def test_sizing_a_shard_keeps_no_more_manifests_than_the_cache(
 ) -> None:
     alive: list[int] = []
 
-    class Watching(LocalBackend):
-        def get(self, key: str) -> bytes:
-            if key.endswith("manifest.json"):
-                alive.append(sum(type(o) is StepEntry for o in gc.get_objects()))
-            return super().get(key)
+    def watching(self: Pages, incarnation: Incarnation) -> bytes | None:
+        alive.append(sum(type(o) is StepEntry for o in gc.get_objects()))
+        return get(self, incarnation)
 
-    monkeypatch.setattr("tq_fs.places.LocalBackend", Watching)
+    get = Pages.get
+    monkeypatch.setattr(Pages, "get", watching)
     fields = standard_fields(LAYERS, TOPK)
     with open_store(tmp_path, fields, manifest_cache_bytes=1) as store:
         segments = []

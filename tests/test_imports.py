@@ -29,7 +29,7 @@ LAYERS = (
     ("manifests",),
     ("trajectory",),
     ("plan", "storage_unit", "claim", "store_folder", "channel"),
-    ("recovery", "places"),
+    ("recovery", "released", "places"),
     ("controller", "writer", "placing"),
     ("reader",),
     ("hydrate", "session"),

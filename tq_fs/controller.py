@@ -8,8 +8,9 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from tq_fs.errors import (
     ConflictError,
@@ -31,13 +32,22 @@ from tq_fs.manifests import (
     Catalog,
     Entry,
     Found,
+    Noted,
     Resolved,
-    SegmentEntry,
     SessionManifest,
     SessionState,
+    noted,
 )
-from tq_fs.recovery import Objects, Recovery, Sweep, wanted_places
-from tq_fs.steps import StepEntry
+from tq_fs.recovery import Loaded, Objects, Recovery, Sweep, Wanted, wanted_places
+from tq_fs.released import (
+    Released,
+    is_over,
+    is_pending,
+    needed_steps,
+    nothing_released,
+    released_by_all,
+    released_of,
+)
 from tq_fs.storage_unit import Inventory, StorageUnit
 from tq_fs.trajectory import (
     ClosedSession,
@@ -47,7 +57,6 @@ from tq_fs.trajectory import (
     trajectory_document,
 )
 
-Released = dict[str, set[str]]
 _BATCH = 256  # manifests that are read side by side
 
 _log = logging.getLogger(__name__)
@@ -135,7 +144,7 @@ class Controller:
         self._publish(manifest, trajectory)
         self._fence()  # once more: who took the store in between may have swept the Steps
         with self._lock:
-            self._released[incarnation] = {c: set() for c in consumers}
+            self._released[incarnation] = nothing_released(manifest.consumers)
         kept = {s.index for s in manifest.steps}
         unneeded = [s.index for s in session.step_entries() if s.index not in kept]
         self._clear(unit, [StepKey(incarnation, i).path for i in unneeded])
@@ -227,7 +236,7 @@ class Controller:
             if manifest is None:
                 continue  # released while we were counting
             for segment in manifest.segments:
-                if _pending(segment, released, consumer):
+                if is_pending(segment, released, consumer):
                     yield str(manifest.ref(segment))
 
     def release(self, refs: Iterable[str], consumer: str) -> int:
@@ -289,11 +298,11 @@ class Controller:
             manifest = self._catalog.manifest(incarnation) if released is not None else None
             if released is None or manifest is None:
                 return 0
-            before = _done(released)
+            before = released_by_all(released)
             names = {f"{r.view}/{r.index}" for r in refs}
             wanted = {c: s | names if c == consumer else s for c, s in released.items()}
-            after = _done(wanted)
-            if _all(manifest, after):
+            after = released_by_all(wanted)
+            if is_over(manifest, after):
                 # Without a manifest the Steps are orphans, which a start sweeps: nothing else has
                 # to be written down, so that this works on a full disk too.
                 self._catalog.drop(incarnation)
@@ -301,12 +310,13 @@ class Controller:
             else:
                 self._note(incarnation, wanted)
                 self._released[incarnation] = wanted
-        gone = _needed(manifest, before) - _needed(manifest, after)
+        gone = needed_steps(manifest, before) - needed_steps(manifest, after)
         places = [StepKey(incarnation, i).path for i in sorted(gone)]
-        if _all(manifest, after):
+        if is_over(manifest, after):
             places = [f"steps/{incarnation.path}"]  # one listing, where a listing is a request
         self._clear(unit, places)
-        cold = _needed(manifest, set()) - _needed(manifest, set.union(*wanted.values())) - gone
+        unwanted = frozenset().union(*wanted.values())
+        cold = needed_steps(manifest, frozenset()) - needed_steps(manifest, unwanted) - gone
         unit.cool(StepKey(incarnation, i) for i in cold)
         return len(gone)
 
@@ -349,10 +359,11 @@ class Controller:
         ----------
         rebuild
             Make a manifest that cannot be used anew, from the session's trajectory and from what
-            its Steps say of themselves, where both are whole.
+            its Steps say of themselves, where both are whole. Pages are not believed then: every
+            manifest is read.
         """
         unit = self._writable()
-        loaded = self._load()
+        loaded = self._load(trust=not rebuild)
         sweep = Sweep(loaded.wanted)
         rebuilt = []
         for held in unit.inventory():
@@ -364,6 +375,8 @@ class Controller:
             self._tidy(path, partial(self._catalog.clear, path))
         for incarnation in loaded.ended.values():
             self._tidy(incarnation.path, partial(self._catalog.drop, incarnation))
+        if not rebuild:
+            self._catalog.flush(self._epoch)
         return replace(
             self._summary(loaded),
             swept_sessions=sweep.sessions,
@@ -378,7 +391,7 @@ class Controller:
 
     def survey(self) -> Recovery:
         """Tell what :meth:`recover` would find and remove, without changing anything."""
-        loaded = self._load()
+        loaded = self._load(trust=False)
         sweep = Sweep(loaded.wanted)
         assert self._unit is not None
         for held in self._unit.inventory():
@@ -391,19 +404,35 @@ class Controller:
             incomplete=sweep.incomplete(),
         )
 
-    def _summary(self, loaded: _Loaded) -> Recovery:
-        return replace(loaded.summary, unreadable=tuple(self._unreadable))
+    def close(self) -> None:
+        """Leave behind what makes the next start quick; nothing that it needs."""
+        if self._unit is not None:
+            self._catalog.flush(self._epoch)
 
-    def _load(self) -> _Loaded:
-        loaded = _Loaded()
-        for path, found in self._read_all():
+    def _summary(self, loaded: Loaded) -> Recovery:
+        return replace(loaded.summary(), unreadable=tuple(self._unreadable))
+
+    def _load(self, *, trust: bool = True) -> Loaded:
+        """Learn of all manifests; without opening those that a page tells of, if it is trusted."""
+        loaded = Loaded(Wanted(self._places))
+        pages = self._catalog.known() if trust else {}  # first: what is written later is listed
+        for entry, found in self._read_all(pages):
             if found is None:
-                loaded.abandoned.add(path)  # a finalize that was not finished
+                loaded.abandoned.add(entry.path)  # a finalize that was not finished
+            elif isinstance(found, _Recalled):
+                self._take_recalled(entry.path, found, loaded)
             else:
-                self._take(path, found, loaded)
+                self._take(entry.path, found, loaded, entry.stamp)
         return loaded
 
-    def _look_again(self, path: str, loaded: _Loaded) -> None:
+    def _places(self, incarnation: Incarnation) -> Mapping[str, Objects]:
+        """Return where the Steps lie that unreleased Segments refer to."""
+        manifest = self._catalog.manifest(incarnation)
+        assert manifest is not None  # it is held, or was read a moment ago
+        needed = needed_steps(manifest, released_by_all(self._released[incarnation]))
+        return wanted_places(manifest, [s for s in manifest.steps if s.index in needed])
+
+    def _look_again(self, path: str, loaded: Loaded) -> None:
         """Ask for the manifest of Steps that would be swept: no listing is trusted with them."""
         if path in loaded.wanted or path in loaded.ended or path in loaded.abandoned:
             return
@@ -411,31 +440,74 @@ class Controller:
         if found is not None:
             self._take(path, found, loaded)
 
-    def _take(self, path: str, found: Found | Exception, loaded: _Loaded) -> None:
+    def _take(self, path: str, found: Found | Exception, loaded: Loaded, stamp: str = "") -> None:
         if isinstance(found, Exception):
             _log.error("manifest of %s is left alone, and its Steps", path, exc_info=found)
             self._unreadable.append(path)
-            loaded.wanted[path] = None
+            loaded.wanted.add(path, None)
             return
-        manifest, state = found
-        released = {c: set(state.released.get(c, ())) for c in manifest.consumers}
-        done = _done(released)
-        if _all(manifest, done):
-            loaded.ended[path] = manifest.incarnation
-            return
-        self._released[manifest.incarnation] = released
-        needed = _needed(manifest, done)
-        loaded.add(manifest, [s for s in manifest.steps if s.index in needed], len(done))
+        manifest = found.manifest
+        released = released_of(manifest.consumers, found.state)
+        if self._count(path, manifest, released, loaded) and self._unit is not None:
+            self._catalog.keep(manifest, stamp)
 
-    def _read_all(self) -> Iterator[tuple[str, Found | Exception | None]]:
+    def _take_recalled(self, path: str, found: _Recalled, loaded: Loaded) -> None:
+        """Believe a page of a manifest; it is not even decoded where all of it is still needed."""
+        noted = found.noted
+        incarnation = noted.incarnation
+        released = released_of(noted.consumers, found.state)
+        if not released_by_all(released):
+            self._released[incarnation] = released
+            loaded.wanted.add(path, incarnation)
+            loaded.add(segments=noted.segments, released=0, steps=noted.steps, nbytes=noted.nbytes)
+        elif not self._count(path, noted.manifest(), released, loaded):
+            return
+        if self._unit is not None:
+            self._catalog.keep_noted(incarnation, found.page, found.entry)
+
+    def _count(
+        self, path: str, manifest: SessionManifest, released: Released, loaded: Loaded
+    ) -> bool:
+        """Take in what is left of a session; False where nothing is."""
+        done = released_by_all(released)
+        if is_over(manifest, done):
+            loaded.ended[path] = manifest.incarnation
+            return False
+        self._released[manifest.incarnation] = released
+        loaded.wanted.add(path, manifest.incarnation)
+        wanted = needed_steps(manifest, done)
+        needed = [s for s in manifest.steps if s.index in wanted]
+        loaded.add(
+            segments=len(manifest.segments),
+            released=len(done),
+            steps=len(needed),
+            nbytes=sum(step.nbytes for step in needed),
+        )
+        return True
+
+    def _read_all(
+        self, pages: Mapping[str, tuple[str, bytes]]
+    ) -> Iterator[tuple[Entry, _Recalled | Found | Exception | None]]:
         """Yield all manifests with their states, read side by side where there is a pool."""
 
-        def read(entry: Entry) -> tuple[str, Found | Exception | None]:
-            return entry.path, self._read(entry.path, entry.names) or self._read(entry.path)
+        def read(entry: Entry) -> tuple[Entry, _Recalled | Found | Exception | None]:
+            found = self._recall(entry, *pages[entry.path]) if entry.path in pages else None
+            return entry, found or self._read(entry.path, entry.names) or self._read(entry.path)
 
         entries = self._catalog.entries()
         while some := list(itertools.islice(entries, _BATCH)):
             yield from self._pool.map(read, some) if self._pool is not None else map(read, some)
+
+    def _recall(self, entry: Entry, page: str, data: bytes) -> _Recalled | Exception | None:
+        """Return what a page says of a manifest, if its file has the stamp that was noted."""
+        found = noted(data)
+        if not entry.stamp or found.stamp != entry.stamp or not found.segments:
+            return None
+        try:
+            state = self._catalog.state(entry.path, entry.names) if entry.released else None
+        except CorruptError as error:
+            return error
+        return _Recalled(found, page, data, state)
 
     def _read(self, path: str, names: Collection[str] | None = None) -> Found | Exception | None:
         try:
@@ -443,7 +515,7 @@ class Controller:
         except (CorruptError, ConflictError, InvalidSegment, InvalidKey) as error:
             return error  # the last: it is named as nothing of ours is
 
-    def _rebuild(self, held: Inventory, loaded: _Loaded) -> bool:
+    def _rebuild(self, held: Inventory, loaded: Loaded) -> bool:
         """Make a damaged manifest anew; False where what is left does not say how."""
         unit = self._writable()
         try:
@@ -457,7 +529,7 @@ class Controller:
             _log.exception("manifest of %s cannot be made anew", held.path)
             return False
         self._unreadable.remove(held.path)
-        del loaded.wanted[held.path]
+        loaded.wanted.discard(held.path)
         self._take(held.path, Found(manifest, state), loaded)
         return True
 
@@ -479,52 +551,10 @@ class Controller:
         return self._unit
 
 
-@dataclass(slots=True)
-class _Loaded:
-    """What the manifests say, while a start makes use of it."""
+class _Recalled(NamedTuple):
+    """A manifest that was not read: what a page says of it, and its state where it has one."""
 
-    summary: Recovery = field(default_factory=Recovery)
-    wanted: dict[str, Mapping[str, Objects] | None] = field(default_factory=dict)
-    abandoned: set[str] = field(default_factory=set)
-    ended: dict[str, Incarnation] = field(default_factory=dict)
-
-    def add(self, manifest: SessionManifest, steps: Sequence[StepEntry], released: int) -> None:
-        before = self.summary
-        self.wanted[manifest.incarnation.path] = wanted_places(manifest, steps)
-        self.summary = replace(
-            before,
-            sessions=before.sessions + 1,
-            segments=before.segments + len(manifest.segments),
-            unreleased=before.unreleased + len(manifest.segments) - released,
-            steps=before.steps + len(steps),
-            nbytes=before.nbytes + sum(step.nbytes for step in steps),
-        )
-
-
-def _name(segment: SegmentEntry) -> str:
-    return f"{segment.view}/{segment.index}"
-
-
-def _pending(segment: SegmentEntry, released: Released, consumer: str | None) -> bool:
-    names = released if consumer is None else [c for c in released if c == consumer]
-    return any(_name(segment) not in released[c] for c in names)
-
-
-def _done(released: Released) -> set[str]:
-    """Return the Segments that every consumer has released."""
-    return set.intersection(*released.values()) if released else set()
-
-
-def _all(manifest: SessionManifest, done: set[str]) -> bool:
-    return len(done) == len(manifest.segments)
-
-
-def _needed(manifest: SessionManifest, done: set[str]) -> set[int]:
-    """Return the Steps that Segments outside of `done` refer to."""
-    return {
-        fragment.step
-        for segment in manifest.segments
-        if _name(segment) not in done
-        for fragments in segment.fields.values()
-        for fragment in fragments
-    }
+    noted: Noted
+    page: str
+    entry: bytes
+    state: SessionState | None

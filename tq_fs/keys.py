@@ -25,6 +25,7 @@ MAX_ID_BYTES = 1000
 MAX_COMPONENT_BYTES = 200
 _KEPT_OF_LONG = 64
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-.")
+_AS_IT_IS = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")  # most ids; the rest is for the others
 _ESCAPES = re.compile(r"_(?:_|[0-9a-f]{2})")
 _ESCAPED = re.compile(r"(?:[^_]|__|_[0-9a-f]{2})*")  # up to where an escape is cut
 _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -58,6 +59,8 @@ def escape(text: str) -> str:
         The id is no text, or longer than 1,000 bytes.
     """
     raw = _utf8(text)
+    if _AS_IT_IS.fullmatch(text):
+        return text
     if not raw:
         return "_"
     body = "".join(chr(b) if b in _PLAIN else "__" if b == 0x5F else f"_{b:02x}" for b in raw)
@@ -72,6 +75,8 @@ def unescape(component: str) -> str:
     InvalidKey
         `component` is not something :func:`escape` returns.
     """
+    if len(component) <= MAX_ID_BYTES and _AS_IT_IS.fullmatch(component):
+        return component
     if component == "_":
         return ""
     out = bytearray()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tq_fs.backends import COMMIT
+from tq_fs.keys import Incarnation
 from tq_fs.manifests import SessionManifest
 from tq_fs.steps import StepEntry
 from tq_fs.storage_unit import Inventory
@@ -48,6 +49,91 @@ class Recovery:
     rebuilt: tuple[str, ...] = ()
 
 
+class Wanted(Mapping[str, Mapping[str, Objects] | None]):
+    """For each incarnation's path its Steps' places with what has to lie there, when it is asked.
+
+    None for one whose manifest cannot be used, where everything is kept.
+
+    Parameters
+    ----------
+    places
+        Says it of an incarnation that has a manifest.
+    """
+
+    def __init__(self, places: Callable[[Incarnation], Mapping[str, Objects]]) -> None:
+        self._places = places
+        self._known: dict[str, Incarnation | None] = {}
+
+    def add(self, path: str, incarnation: Incarnation | None) -> None:
+        """Want the Steps of an incarnation; all that lies there where it is None."""
+        self._known[path] = incarnation
+
+    def discard(self, path: str) -> None:
+        """Want nothing of an incarnation any more; idempotent."""
+        self._known.pop(path, None)
+
+    def __getitem__(self, path: str) -> Mapping[str, Objects] | None:
+        """Return the places of an incarnation's Steps."""
+        incarnation = self._known[path]
+        return None if incarnation is None else self._places(incarnation)
+
+    def __contains__(self, path: object) -> bool:
+        """Tell whether an incarnation is finalized, without asking for its Steps."""
+        return path in self._known
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the paths."""
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        """Return the number of incarnations."""
+        return len(self._known)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What the manifests say, while a start makes use of it.
+
+    Attributes
+    ----------
+    wanted
+        What has to lie where, by path of the incarnation.
+    abandoned
+        Paths where a finalize was not finished.
+    ended
+        Incarnations by path of which nothing is needed any more.
+    sessions, segments, unreleased, steps, nbytes
+        As in :class:`Recovery`.
+    """
+
+    wanted: Wanted
+    abandoned: set[str] = field(default_factory=set)
+    ended: dict[str, Incarnation] = field(default_factory=dict)
+    sessions: int = 0
+    segments: int = 0
+    unreleased: int = 0
+    steps: int = 0
+    nbytes: int = 0
+
+    def add(self, *, segments: int, released: int, steps: int, nbytes: int) -> None:
+        """Count a session of which something is still needed."""
+        self.sessions += 1
+        self.segments += segments
+        self.unreleased += segments - released
+        self.steps += steps
+        self.nbytes += nbytes
+
+    def summary(self) -> Recovery:
+        """Return the counts."""
+        return Recovery(
+            sessions=self.sessions,
+            segments=self.segments,
+            unreleased=self.unreleased,
+            steps=self.steps,
+            nbytes=self.nbytes,
+        )
+
+
 class Sweep:
     """Holds what lies on a unit against what manifests refer to. Pure: deletes nothing.
 
@@ -62,7 +148,8 @@ class Sweep:
         self.sessions = 0
         self.steps = 0
         self._wanted = wanted
-        self._missing: dict[str, set[str]] = {}
+        self._seen: set[str] = set()
+        self._missing: list[str] = []
 
     def strays(self, held: Inventory) -> list[str]:
         """Return what may be removed of an incarnation, prefixes of single Steps."""
@@ -73,11 +160,12 @@ class Sweep:
         places = self._wanted[held.path]
         if places is None:
             return []
-        self._missing[held.path] = {
+        self._seen.add(held.path)
+        self._missing += (
             place
             for place, want in places.items()
             if not is_whole(want, held.places.get(place, {}))
-        }
+        )
         # A stranger's object beside a needed attempt seems to lie at the Step's own place.
         kept = {*places, *(place.rpartition("/")[0] for place in places)}
         strays = [place for place in held.places if place not in kept and _is_step(place)]
@@ -86,13 +174,8 @@ class Sweep:
 
     def incomplete(self) -> tuple[str, ...]:
         """Return the places that manifests refer to and that were not seen whole."""
-        return tuple(
-            sorted(
-                place
-                for path, places in self._wanted.items()
-                for place in self._missing.get(path, places or ())
-            )
-        )
+        unseen = (self._wanted[path] for path in self._wanted if path not in self._seen)
+        return tuple(sorted([*self._missing, *(p for places in unseen for p in places or ())]))
 
 
 def _is_step(place: str) -> bool:

@@ -463,6 +463,7 @@ class Store:
         else:
             self.recovery = self._controller.recover()
             places.confirm()  # last: on a full disk the sweep has made room
+            opened.callback(self._controller.close)
         opened.callback(self._ahead.shutdown)  # before what it reads with goes
         self.reader = SegmentReader(
             self._controller.resolve,

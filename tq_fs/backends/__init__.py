@@ -1,6 +1,6 @@
 """Where bytes rest. A backend has never heard of a Step or a manifest."""
 
-from tq_fs.backends._base import COMMIT, Backend, Buffer, ObjectReader
+from tq_fs.backends._base import COMMIT, Backend, Buffer, ObjectReader, Stamping
 from tq_fs.backends._errors import check_key, mapped
 from tq_fs.backends._files import LocalObject
 from tq_fs.backends._forks import PerProcess, leave_to_parent
@@ -27,6 +27,7 @@ __all__ = [
     "ObstoreBackend",
     "PerProcess",
     "Retry",
+    "Stamping",
     "TieredBackend",
     "check_key",
     "is_attempt",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 # bytes, bytearray, memoryview or a contiguous numpy array. Python 3.11 has no type for "anything
 # with a buffer", and numpy does not declare its own before 3.12.
@@ -161,3 +161,23 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release threads and descriptors; idempotent."""
+
+
+@runtime_checkable
+class Stamping(Protocol):
+    """A backend that can tell, without reading an object, that it was written again.
+
+    A *stamp* is text that is another one whenever the object was written, replaced or copied. Equal
+    stamps say that it is the same; that the device gives the same bytes they do not say.
+    """
+
+    def stamp(self, key: str) -> str:
+        """Return an object's stamp.
+
+        Raises
+        ------
+        ObjectMissing
+        """
+
+    def stamps(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Yield key and stamp of each object below `prefix`, in the order of a walk."""

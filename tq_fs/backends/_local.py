@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -309,18 +308,44 @@ class LocalBackend:
 
     def walk(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield key and size of each object below `prefix`; those of a prefix follow each other."""
-        for name in self.list(prefix):
-            key = f"{prefix}/{name}" if prefix else name
+        return ((key, found.st_size) for key, found in self._files(prefix))
+
+    def stamp(self, key: str) -> str:
+        """Return what tells whether an object was written again; see the protocol."""
+        check_key(key)
+        with mapped(self._name(key)):
+            return _stamp(os.stat(key, dir_fd=self._root))
+
+    def stamps(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Yield key and stamp of each object below `prefix`, in the order of a walk."""
+        return ((key, _stamp(found)) for key, found in self._files(prefix))
+
+    def _files(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield key and state of each file below `prefix`; the folder's own listing says what is."""
+        if prefix:
+            check_key(prefix)
+        for entry in self._scan(prefix):
+            key = f"{prefix}/{entry.name}" if prefix else entry.name
             try:
-                found = os.stat(key, dir_fd=self._root)
+                if entry.is_dir():
+                    yield from self._files(key)
+                    continue
+                found = entry.stat()
             except FileNotFoundError:
                 continue  # deleted since it was listed
             except OSError as error:
                 raise translate(error, self._name(key)) from error
-            if stat.S_ISDIR(found.st_mode):
-                yield from self.walk(key)
-            else:
-                yield key, found.st_size
+            yield key, found
+
+    def _scan(self, prefix: str) -> Sequence[os.DirEntry[str]]:
+        """Return what lies right below `prefix`, sorted by name."""
+        try:
+            with os.scandir(f"{self.root}/{prefix}") as entries:
+                return sorted((e for e in entries if e.name[0] != "."), key=_by_name)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise translate(error, self._name(prefix)) from error
 
     def distrust(self, key: str) -> bool:  # noqa: ARG002
         """Return False: what a file holds is all there is."""
@@ -380,16 +405,15 @@ class LocalBackend:
 
     def _prune_all(self) -> None:
         """Remove folders that a delete emptied and did not come to remove."""
-        seen = []
-        for folder, names, _ in os.walk(self.root):
-            depth = len(Path(folder).relative_to(self.root).parts)
-            if depth >= _PRUNED_DEPTH:
+        root = str(self.root)
+        empty = []
+        for folder, names, files in os.walk(root):
+            if not names and not files:
+                empty.append(folder[len(root) + 1 :])
+            if folder.count("/") - root.count("/") >= _PRUNED_DEPTH:
                 names.clear()
-            if depth > 1:
-                seen.append(folder)
-        for folder in reversed(seen):
-            with suppress(OSError):  # not empty
-                os.rmdir(folder)
+        for name in empty:
+            self._prune(name)
 
     def _discard(self, name: str) -> None:
         path = self.root / STAGING / name
@@ -438,6 +462,15 @@ class LocalBackend:
 
     def _name(self, key: str) -> str:
         return f"{self.root}/{key}"
+
+
+def _by_name(entry: os.DirEntry[str]) -> str:
+    return entry.name
+
+
+def _stamp(found: os.stat_result) -> str:
+    """Return what changes when a file is written, replaced, renamed or restored from a copy."""
+    return f"{found.st_size}-{found.st_mtime_ns:x}-{found.st_ctime_ns:x}-{found.st_ino:x}"
 
 
 def _reopen(root: str, durability: str, ahead: int, read_only: bool) -> LocalBackend:

@@ -68,6 +68,16 @@ example:
   tq-fs bench channel --repeats 5 --json -
 """
 
+_CONTROLLER = """\
+Measures a Controller that holds many Steps: its memory, how fast references are resolved, whether
+finalize and resolve stay as fast as with 10,000 Steps, and how long it takes to start again after a
+kill and after a close. Manifests are real, the Steps they name are not written: what a start takes
+to look for those is measured on a few, and told by itself.
+
+example:
+  tq-fs bench controller --steps 1000000 --json -
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
@@ -97,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_step(benches)
     _add_s3(benches)
     _add_channel(benches)
+    _add_controller(benches)
     return parser
 
 
@@ -228,6 +239,20 @@ def _add_channel(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=_channel)
 
 
+def _add_controller(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "controller",
+        help="a Controller that holds many Steps",
+        description=_CONTROLLER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=_positive, default=1_000_000, help="Steps to hold (default: %(default)s)")
+    add("--root", type=Path, help="measure in this folder instead of on a loop mount")
+    add("--json", metavar="FILE", help="write the figures as one JSON object; - is standard output")
+    parser.set_defaults(run=_controller)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from tq_fs.demo.run import run  # noqa: PLC0415  # needs torch
     from tq_fs.demo.scenario import DEFAULT  # noqa: PLC0415
@@ -312,6 +337,18 @@ def _channel(arguments: argparse.Namespace) -> int:
     channel.show(bench, measured, console)
     if arguments.json:
         _write_json(channel.document(bench, measured), arguments.json)
+    return 0
+
+
+def _controller(arguments: argparse.Namespace) -> int:
+    from tq_fs.bench import controller  # noqa: PLC0415  # only this command needs it
+
+    console = Console(stderr=arguments.json == "-")
+    bench = controller.ControllerBench(steps=arguments.steps, root=arguments.root)
+    measured = controller.measure(bench, console)
+    controller.show(bench, measured, console)
+    if arguments.json:
+        _write_json(controller.document(bench, measured), arguments.json)
     return 0
 
 

@@ -2,6 +2,9 @@
 
 from tq_fs.manifests._catalog import MANIFEST, TRAJECTORY, Catalog, Entry, Found, Resolved, fetch
 from tq_fs.manifests._check import check_manifest, check_segment
+from tq_fs.manifests._page import PAGE_SCHEMA, Noted, decode_page, encode_page, note, noted
+from tq_fs.manifests._pages import PAGES, Pages
+from tq_fs.manifests._seal import seal, unseal
 from tq_fs.manifests._models import (
     MANIFEST_SCHEMA,
     SCHEMAS,
@@ -22,6 +25,16 @@ from tq_fs.manifests._models import (
 __all__ = [
     "MANIFEST",
     "MANIFEST_SCHEMA",
+    "PAGES",
+    "PAGE_SCHEMA",
+    "Noted",
+    "Pages",
+    "decode_page",
+    "encode_page",
+    "note",
+    "noted",
+    "seal",
+    "unseal",
     "SCHEMAS",
     "STATE_SCHEMA",
     "STORE_SCHEMA",

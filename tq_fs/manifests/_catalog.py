@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from tq_fs.backends import Backend
+from tq_fs.backends import Backend, Stamping
 from tq_fs.errors import (
     CorruptError,
     ObjectMissing,
@@ -30,6 +30,7 @@ from tq_fs.manifests._models import (
     decode,
     encode,
 )
+from tq_fs.manifests._pages import Pages
 from tq_fs.steps import StepEntry
 
 T = TypeVar("T")
@@ -63,10 +64,22 @@ class Resolved:
 
 
 class Entry(NamedTuple):
-    """An incarnation's path, and the names of what lies there."""
+    """An incarnation's path, and the names of what lies there.
+
+    Attributes
+    ----------
+    stamp
+        Of the manifest's file; empty where there is none, or the backend does not tell.
+    """
 
     path: str
     names: frozenset[str]
+    stamp: str = ""
+
+    @property
+    def released(self) -> bool:
+        """Whether something was noted of what is released."""
+        return any(map(_is_state, self.names))
 
 
 class Found(NamedTuple):
@@ -88,7 +101,8 @@ class _Cached:
 class Catalog:
     """Finds what references mean. Safe to call from many threads.
 
-    Memory: a bounded cache of decoded manifests.
+    Memory: a bounded cache of decoded manifests; in the process that writes also all manifests of
+    live sessions, packed (:class:`tq_fs.manifests.Pages`).
 
     Parameters
     ----------
@@ -98,11 +112,17 @@ class Catalog:
         References of other stores are refused.
     cache_bytes
         Bound of the cache, counted in bytes of JSON; decoded they take about five times that.
+    pages
+        What is known of all manifests; one with the usual sizes where left out.
     """
 
-    def __init__(self, backend: Backend, store_id: str, *, cache_bytes: int) -> None:
+    def __init__(
+        self, backend: Backend, store_id: str, *, cache_bytes: int, pages: Pages | None = None
+    ) -> None:
         self.store_id = store_id
         self._backend = backend
+        self._stamping = backend if isinstance(backend, Stamping) else None
+        self._pages = pages or Pages(backend, store_id)
         self._lock = threading.Lock()
         self._cache: OrderedDict[Incarnation, _Cached] = OrderedDict()
         self._cache_bytes = cache_bytes
@@ -132,6 +152,11 @@ class Catalog:
             self._backend.put(f"{prefix}/{TRAJECTORY}", trajectory)
         self._backend.put(f"{prefix}/{MANIFEST}", data)
         self._remember(manifest, len(data))
+        self._pages.hold(manifest, data, self._stamp(f"{prefix}/{MANIFEST}"))
+        self._pages.turn(manifest.epoch)
+
+    def _stamp(self, key: str) -> str:
+        return self._stamping.stamp(key) if self._stamping is not None else ""
 
     def put_state(self, incarnation: Incarnation, state: SessionState) -> None:
         """Write what has happened to a manifest's Segments.
@@ -150,6 +175,25 @@ class Catalog:
         with self._lock:
             gone = self._cache.pop(incarnation, None)
             self._cached_bytes -= gone.nbytes if gone else 0
+        self._pages.drop(incarnation)
+
+    # ------------------------------------------------------------ pages
+
+    def known(self) -> dict[str, tuple[str, bytes]]:
+        """Return what earlier Controllers noted of manifests, by path; not all of it is true."""
+        return self._pages.read() if self._stamping is not None else {}
+
+    def keep(self, manifest: SessionManifest, stamp: str) -> None:
+        """Hold a manifest that was read, in the process that writes."""
+        self._pages.hold(manifest, stamp=stamp)
+
+    def keep_noted(self, incarnation: Incarnation, page: str, entry: bytes) -> None:
+        """Hold what a page says, once its stamp was compared, in the process that writes."""
+        self._pages.keep(incarnation, page, entry)
+
+    def flush(self, epoch: int) -> None:
+        """Note what the next start need not read anew, where that is worth a file."""
+        self._pages.flush(epoch)
 
     # ------------------------------------------------------------ read
 
@@ -211,11 +255,22 @@ class Catalog:
 
     def entries(self) -> Iterator[Entry]:
         """Yield what the Controller has written, incarnation by incarnation."""
-        keys = (key.split("/") for key, _ in self._backend.walk(_ROOT))
-        for path, group in itertools.groupby(keys, key=lambda parts: "/".join(parts[1:_PARTS])):
-            mine = frozenset(p[_PARTS] for p in group if len(p) == _PARTS + 1 and _is_ours(p[-1]))
+        for path, group in itertools.groupby(self._listing(), key=lambda item: item[0]):
+            mine = {name: stamp for _, name, stamp in group if _is_ours(name)}
             if mine:
-                yield Entry(path, mine)
+                yield Entry(path, frozenset(mine), mine.get(MANIFEST, ""))
+
+    def _listing(self) -> Iterator[tuple[str, str, str]]:
+        """Yield path of the incarnation, name and stamp of all that lies where documents do."""
+        found: Iterator[tuple[str, str]]
+        if self._stamping is not None:
+            found = self._stamping.stamps(_ROOT)
+        else:
+            found = ((key, "") for key, _ in self._backend.walk(_ROOT))
+        for key, stamp in found:
+            path, _, name = key[len(_ROOT) + 1 :].rpartition("/")
+            if path.count("/") == _PARTS - 2:
+                yield path, name, stamp
 
     def read(self, path: str, names: Collection[str] | None = None) -> Found | None:
         """Return the manifest and state at a path, if there is a manifest.
@@ -271,7 +326,10 @@ class Catalog:
             if found is not None:
                 self._cache.move_to_end(incarnation)
                 return found
-        return self._read(self._prefix(incarnation))
+        data = self._pages.get(incarnation)
+        if data is None:
+            return self._read(self._prefix(incarnation))
+        return self._remember(decode(data, SessionManifest, str(incarnation)), len(data))
 
     def _read(self, prefix: str) -> _Cached | None:
         key = f"{prefix}/{MANIFEST}"

@@ -24,7 +24,7 @@ View = Literal["lineage", "timeline"]
 Mode = Literal["tito", "snapshot"]
 
 
-class Fragment(msgspec.Struct, frozen=True, kw_only=True):
+class Fragment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run of rows of one Step inside one Segment.
 
     Attributes

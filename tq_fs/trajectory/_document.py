@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from crc32c import crc32c
 
 from tq_fs.errors import InvalidField, ManifestCorrupt
 from tq_fs.fields import FieldSpec
 from tq_fs.keys import Incarnation
-from tq_fs.manifests import Mode, View
+from tq_fs.manifests import Mode, View, seal, unseal
 from tq_fs.steps import StepEntry, check_schema
 from tq_fs.trajectory._closed import ClosedSession
 from tq_fs.trajectory._records import Array, StepKind, StepRecord
@@ -119,11 +118,6 @@ class TrajectoryDocument(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class _Sealed(msgspec.Struct, frozen=True, array_like=True):
-    crc32c: int
-    body: bytes
-
-
 class _Head(msgspec.Struct):
     schema: str
 
@@ -169,7 +163,7 @@ def encode_trajectory(document: TrajectoryDocument) -> bytes:
             subject=f"extra of {document.incarnation}",
             remedy="give text, numbers, lists and mappings",
         ) from error
-    return msgspec.msgpack.encode(_Sealed(crc32c(body), body))
+    return seal(body)
 
 
 def decode_trajectory(data: bytes, subject: str) -> TrajectoryDocument:
@@ -182,13 +176,11 @@ def decode_trajectory(data: bytes, subject: str) -> TrajectoryDocument:
     ManifestCorrupt
         Its checksum differs, or it is no such document.
     """
+    body = unseal(data, subject)
     try:
-        sealed = msgspec.msgpack.decode(data, type=_Sealed)
-        if crc32c(sealed.body) != sealed.crc32c:
-            raise ManifestCorrupt("does not have the checksum of its bytes", subject=subject)
-        head = msgspec.msgpack.decode(sealed.body, type=_Head)
+        head = msgspec.msgpack.decode(body, type=_Head)
         check_schema(head.schema, TRAJECTORY_SCHEMA, subject)
-        return msgspec.msgpack.decode(sealed.body, type=TrajectoryDocument)
+        return msgspec.msgpack.decode(body, type=TrajectoryDocument)
     except msgspec.DecodeError as error:
         raise ManifestCorrupt(f"cannot be read: {error}", subject=subject) from error
 
