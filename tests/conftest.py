@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests._ways import DRIVERS, Way, way_to
 from tq_fs.bench.servers import S3Server
 from tq_fs.bench.servers import s3_server as start_server
 
@@ -35,3 +36,18 @@ def bucket(s3_server: S3Server) -> str:
     name = f"b{uuid.uuid4().hex[:12]}"
     s3_server.make_bucket(name)
     return name
+
+
+@pytest.fixture(scope="module", params=DRIVERS)
+def shared_way(request: pytest.FixtureRequest, s3_server: S3Server) -> Iterator[Way]:
+    """Give a backend of each driver to a module: connecting takes long."""
+    with way_to(s3_server, request.param) as way:
+        yield way
+
+
+@pytest.fixture
+def way(shared_way: Way) -> Iterator[Way]:
+    """Give the shared backend, with its gate open; what was asked before is forgotten."""
+    shared_way.gate.reset()
+    yield shared_way
+    shared_way.gate.reset()

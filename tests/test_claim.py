@@ -18,19 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.test_s3_inputs import (
-    DRIVERS,
-    ONCE,
-    QUICK,
-    Way,
-    finalized,
-    is_whole,
-    open_small,
-    record,
-    way_to,
-)
+from tests._ways import DRIVERS, ONCE, QUICK, Way, finalized, is_whole, open_small, record
 from tq_fs.backends import FsspecBackend, ObjectBackend
-from tq_fs.bench.servers import S3Server
 from tq_fs.claim import Claim, take_claim
 from tq_fs.errors import StorageFailed, StoreBusy, StoreFenced, WrongStore
 
@@ -388,19 +377,6 @@ def test_processes_that_race_leave_one_valid(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- on a server
-
-
-@pytest.fixture(scope="module", params=DRIVERS)
-def shared(request: pytest.FixtureRequest, s3_server: S3Server) -> Iterator[Way]:
-    with way_to(s3_server, request.param) as way:
-        yield way
-
-
-@pytest.fixture
-def way(shared: Way) -> Iterator[Way]:
-    shared.gate.reset()
-    yield shared
-    shared.gate.reset()
 
 
 @pytest.mark.s3

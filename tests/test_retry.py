@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from tests._fault_proxy import (
     answer_with,
     error_answer,
 )
-from tests.test_s3_inputs import DRIVERS, QUICK, Way, gate_before, way_to
+from tests._ways import DRIVERS, QUICK, Way, gate_before
 from tq_fs.backends import ObjectBackend, Retry, _s3
 from tq_fs.bench.servers import S3Server
 from tq_fs.errors import (
@@ -235,19 +235,6 @@ def test_copies_in_other_processes_do_not_wait_in_step() -> None:
 # ---------------------------------------------------------------- requests that fail
 
 
-@pytest.fixture(scope="module", params=DRIVERS)
-def shared(request: pytest.FixtureRequest, s3_server: S3Server) -> Iterator[Way]:
-    with way_to(s3_server, request.param) as way:
-        yield way
-
-
-@pytest.fixture
-def way(shared: Way) -> Iterator[Way]:
-    shared.gate.reset()
-    yield shared
-    shared.gate.reset()
-
-
 def ranged(backend: ObjectBackend) -> bytes:
     buffers = [bytearray(3), bytearray(2)]
     backend.open("k").readinto(buffers, 1)
@@ -278,8 +265,8 @@ def prepare(backend: ObjectBackend) -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(shared: Way) -> None:
-    prepare(shared.backend)
+def prepared(shared_way: Way) -> None:
+    prepare(shared_way.backend)
 
 
 @pytest.mark.s3

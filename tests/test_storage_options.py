@@ -28,22 +28,20 @@ import pytest
 
 import tq_fs
 from tests._fault_proxy import Message, Schedule, Verdict, error_answer
-from tests.test_s3_inputs import (
+from tests._ways import (
     DRIVERS,
     OPERATIONS,
     QUICK,
-    REFUSALS,
     Way,
     finalized,
     is_whole,
     open_small,
     record,
-    way_to,
 )
+from tests.test_s3_inputs import REFUSALS
 from tq_fs.backends import FsspecBackend, ObjectBackend, ObstoreBackend, Retry, open_object_backend
 from tq_fs.backends._fsspec import S3fsClient
 from tq_fs.backends._obstore import ObstoreClient
-from tq_fs.bench.servers import S3Server
 from tq_fs.config import StoreConfig
 from tq_fs.errors import InvalidConfig, StorageThrottled, TqFsError
 from tq_fs.storage_options import StorageOptions
@@ -280,19 +278,6 @@ def test_a_missing_library_is_named_with_how_to_get_it() -> None:
 
 
 # ---------------------------------------------------------------- on a server
-
-
-@pytest.fixture(scope="module", params=DRIVERS)
-def shared(request: pytest.FixtureRequest, s3_server: S3Server) -> Iterator[Way]:
-    with way_to(s3_server, request.param) as way:
-        yield way
-
-
-@pytest.fixture
-def way(shared: Way) -> Iterator[Way]:
-    shared.gate.reset()
-    yield shared
-    shared.gate.reset()
 
 
 @pytest.mark.s3
