@@ -634,11 +634,17 @@ def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
 
 
 def test_an_endpoint_that_is_taken_is_refused(tmp_path: Path) -> None:
-    with serving(tmp_path, way="tcp") as (server, _):
-        with pytest.raises(InvalidConfig, match="cannot be listened at"):
-            listen(server.endpoints[0])
-        with pytest.raises(InvalidConfig, match="is longer than 107 bytes"):
-            listen(f"unix:/{'x' * 107}")
+    for way in ("tcp", "unix"):
+        with serving(tmp_path, way=way) as (server, client):
+            with pytest.raises(InvalidConfig, match="cannot be listened at"):
+                listen(server.endpoints[0])
+            client.put("a", b"x")
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(InvalidConfig, match="cannot be listened at"):
+        listen(f"unix:{tmp_path}/file")
+    assert (tmp_path / "file").read_bytes() == b"mine"
+    with pytest.raises(InvalidConfig, match="is longer than 107 bytes"):
+        listen(f"unix:/{'x' * 107}")
 
 
 def test_a_socket_is_for_its_owner_only(tmp_path: Path) -> None:

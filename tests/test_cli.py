@@ -110,7 +110,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["demo"], ["recover"], ["bench", "step"], ["bench", "s3"]),
+        *(["demo"], ["recover"], ["serve"], ["bench", "step"], ["bench", "s3"]),
         *(["bench", "channel"], ["bench", "controller"]),
     ],
 )

@@ -22,6 +22,8 @@ COMMAND = re.compile(r"`((?:tq-fs|python|make) [^`]+)`")
 SHORTER = {
     "tq-fs demo --store": "--payload-mib 8",
     "tq-fs bench step": "--tokens 64 --layers 4 --topk 2 --repeats 1 --root {tmp}",
+    "tq-fs bench channel": "--repeats 1 --root {tmp}",
+    "tq-fs bench controller": "--steps 30500 --root {tmp}",
     "tq-fs bench s3": "--server moto --objects 8 --repeats 1 --write-back-bytes 1000000",
 }
 BUCKET = "s3://my-bucket/"  # of the pages; a bucket of the test's own takes its place
@@ -58,6 +60,9 @@ def test_python_in_the_documentation_runs(page: str, code: str, tmp_path: Path) 
 def test_commands_in_the_documentation_run(
     command: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    if command.startswith("tq-fs serve"):
+        serve(command, tmp_path)
+        return
     line = command
     if BUCKET in command:
         line = command = command.replace(BUCKET, f"s3://{request.getfixturevalue('bucket')}/")
@@ -77,6 +82,20 @@ def test_commands_in_the_documentation_run(
         words[0] = sys.executable
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, f"{line}\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}"
+
+
+def serve(command: str, tmp_path: Path) -> None:
+    """Run a command that serves until it is told to end."""
+    changed = command.replace("/nvme/", f"{tmp_path}/").replace("store.pem", f"{tmp_path}/s.pem")
+    words = shlex.split(re.sub(r":\d+( |$)", r":0\1", changed))
+    with subprocess.Popen(
+        [sys.executable, "-m", "tq_fs.cli", *words[1:]], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        said = child.stdout.readline()
+        child.terminate()
+        assert child.wait(30) == 0
+    assert "at tqfs://" in said
 
 
 def test_the_two_commands_of_the_readme_are_what_the_makefile_runs() -> None:

@@ -37,8 +37,10 @@ from tests._rollouts import (
 from tests.test_identity import Case, record_interleaved
 from tq_fs.backends import ObjectBackend, Retry, open_object_backend
 from tq_fs.bench.servers import S3Server
+from tq_fs.channel import ChannelBackend
 from tq_fs.errors import ChunkCorrupt, StepMissing
 from tq_fs.manifests import Mode
+from tq_fs.served import ServedStore, open_served
 from tq_fs.storage_options import StorageOptions
 
 DRIVERS = ("s3fs", "obstore")
@@ -57,8 +59,16 @@ class Where:
         settings = {"driver": self.driver, "reader_threads": 2, "writer_threads": 2, **settings}
         return tq_fs.open_store(self.url, fields=specs(fields), **settings)
 
-    def backend(self) -> ObjectBackend:
+    def backend(self) -> ObjectBackend | ChannelBackend:
         """Return a way to the store's objects that knows of no Steps."""
+        if self.url.startswith("tqfs:"):
+            return open_served(
+                self.url,
+                store_id="default",
+                options=StorageOptions(),
+                retry=Retry(deadline_s=0),
+                timeout_s=30,
+            )
         return open_object_backend(
             f"{self.url}/default",
             driver=self.driver,
@@ -70,11 +80,20 @@ class Where:
     def sizes(self) -> dict[str, int]:
         """Return all objects of the store."""
         with closing(self.backend()) as backend:
-            return dict(backend.walk(""))
+            if isinstance(backend, ObjectBackend):
+                return dict(backend.walk(""))
+            roots = ("claims", "manifests", "pages", "steps")  # all that is served, but one file
+            found = {key: size for root in roots for key, size in backend.walk(root)}
+            return {**found, "store.json": len(backend.get("store.json"))}
 
 
 @pytest.fixture(params=STORES)
 def where(request: pytest.FixtureRequest) -> Iterator[Where]:
+    if request.param == "served":
+        folder = request.getfixturevalue("tmp_path")
+        with ServedStore(folder.as_uri(), local=[f"unix:{folder}/socket"]) as served:
+            yield Where(served.urls[0], "auto")
+        return
     if request.param != "memory":
         yield Where(f"s3://{request.getfixturevalue('bucket')}/some/runs", request.param)
         return
@@ -147,6 +166,7 @@ OPS = [
 ]
 
 
+@pytest.mark.parametrize("where", [*STORES, "served"], indirect=True)
 @pytest.mark.parametrize("case", CASES)
 def test_training_gets_bit_for_bit_what_it_gets_without_the_store_and_nothing_is_left(
     where: Where, case: str

@@ -23,6 +23,7 @@ from tq_fs.config import StoreConfig, TierConfig, folder_of
 from tq_fs.errors import InvalidConfig, ObjectMissing, WrongStore
 from tq_fs.keys import component
 from tq_fs.manifests import STORE_SCHEMA, StoreDocument
+from tq_fs.served import SCHEME, open_served
 from tq_fs.store_folder import (
     STORE_FILE,
     claim_folder,
@@ -91,7 +92,10 @@ def open_places(
     BucketMissing, StorageDenied, StorageFailed
         The object store cannot be used.
     """
-    if urlsplit(url).scheme == "file":
+    scheme = urlsplit(url).scheme
+    if scheme == SCHEME:
+        return _open_served(url, config, read_only=read_only, opened=opened)
+    if scheme == "file":
         if not create:
             _check_there(folder_of(url) / component(config.store_id))
         return _open_folder(url, config, read_only=read_only, opened=opened)
@@ -184,6 +188,30 @@ def _open_object_store(
         steps=steps,
         documents=backend,
         url=backend.url,
+        folder=None,
+        remote=True,
+        epoch=claim.epoch if claim is not None else 0,
+        fence=claim.check if claim is not None else _nothing,
+        confirm=_nothing,
+    )
+
+
+def _open_served(url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack) -> Places:
+    if config.tier is not None or config.driver != "auto":
+        raise InvalidConfig("is for object stores", subject="tier or driver", remedy="leave it out")
+    backend = open_served(
+        url,
+        store_id=config.store_id,
+        options=config.storage_options,
+        retry=Retry(deadline_s=config.retry_deadline_s),
+        timeout_s=config.request_timeout_s,
+    )
+    opened.callback(backend.close)
+    claim = None if read_only else take_claim(backend)
+    return Places(
+        steps=backend,
+        documents=backend,
+        url=f"{url.rstrip('/')}/{component(config.store_id)}",
         folder=None,
         remote=True,
         epoch=claim.epoch if claim is not None else 0,

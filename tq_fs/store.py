@@ -65,8 +65,9 @@ def open_store(
     Parameters
     ----------
     url
-        ``file:///absolute/folder``, ``s3://bucket/prefix``, or of another file system that fsspec
-        serves. None switches the store off: everything stays in memory, on the same code path.
+        ``file:///absolute/folder``, ``s3://bucket/prefix``, ``tqfs://host:port`` of a store that
+        another node serves, or of another file system that fsspec serves. None switches the
+        store off: everything stays in memory, on the same code path.
     fields
         Declared per-token fields; see :func:`tq_fs.logprobs`, :func:`tq_fs.routed_experts`.
     config

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import stat
 from dataclasses import dataclass
 
 from tq_fs.errors import InvalidConfig
@@ -51,13 +53,35 @@ def listen(endpoint: str) -> tuple[socket.socket, str]:
 def _listen_unix(where: Unix) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind(where.path)
+        _bind(sock, where.path)
         os.chmod(where.path, 0o600)
         sock.listen(128)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def _bind(sock: socket.socket, path: str) -> None:
+    """Bind to a path, also where a process that was killed has left its socket."""
+    try:
+        sock.bind(path)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or not _is_dead(path):
+            raise
+        os.unlink(path)
+        sock.bind(path)
+
+
+def _is_dead(path: str) -> bool:
+    if not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
 def connect(endpoint: str, timeout_s: float) -> socket.socket:

@@ -10,10 +10,12 @@ import os
 import ssl
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
-from tq_fs.errors import DependencyMissing
+from tq_fs.errors import DependencyMissing, InvalidConfig
 
 _YEARS = timedelta(days=3650)
+_BEGIN = b"-----BEGIN CERTIFICATE-----"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,40 @@ class Identity:
             certificate.public_bytes(pem),
             key.private_bytes(pem, kind, serialization.NoEncryption()),
         )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Identity:
+        """Read a file that :meth:`save` wrote.
+
+        Raises
+        ------
+        InvalidConfig
+            It cannot be read, or holds something else.
+        """
+        try:
+            key, found, certificate = Path(path).read_bytes().partition(_BEGIN)
+        except OSError as error:
+            raise InvalidConfig(f"cannot be read: {error}", subject=str(path)) from error
+        if b"PRIVATE KEY" not in key or not found:
+            raise InvalidConfig(
+                "holds no key and certificate", subject=str(path), remedy="see tq-fs serve --help"
+            )
+        return cls(found + certificate, key)
+
+    def save(self, path: str | Path) -> None:
+        """Write both into a new file that only its owner may read.
+
+        Raises
+        ------
+        InvalidConfig
+            There is one, or it cannot be written.
+        """
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(self.key + self.certificate)
+        except OSError as error:
+            raise InvalidConfig(f"cannot be written: {error}", subject=str(path)) from error
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """Return the settings of a connection's end, which speaks to its like only."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.console import Console
 from tq_fs import __version__
 from tq_fs.cli import _report as report
 from tq_fs.config import StoreConfig
-from tq_fs.errors import InputError, TqFsError
+from tq_fs.errors import InputError, InvalidConfig, TqFsError
 from tq_fs.store import recover_store
 
 _DEMO = """\
@@ -35,6 +37,15 @@ open can write no more. Exit code 1: something is incomplete or cannot be read.
 
 example:
   tq-fs recover s3://bucket/runs --store-id run-7 --dry-run
+"""
+
+_SERVE = """\
+Holds a store's folder on this node's disk and serves it to processes of this and of other nodes,
+which open it by the URL that is printed. Beyond this host it speaks TLS, and every client needs the
+same identity file, as storage_options: {identity: FILE}. Ends with SIGTERM or Ctrl-C.
+
+example:
+  tq-fs serve /nvme/tq-fs --listen tcp:0.0.0.0:7007 --identity store.pem
 """
 
 _STEP = """\
@@ -102,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_recover(commands)
+    _add_serve(commands)
     bench = commands.add_parser("bench", help="measure", description="Measurements.")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     _add_step(benches)
@@ -160,6 +172,45 @@ def _add_recover(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--dry-run", action="store_true", help="change nothing, tell what would be removed")
     add("--json", metavar="FILE", help="write the report as JSON; - is standard output")
     parser.set_defaults(run=_recover)
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="give other nodes a store of this one's disk",
+        description=_SERVE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", type=Path, help="where stores lie")
+    add("--store-id", default="default", help="the run (default: %(default)s)")
+    add(
+        "--listen",
+        action="append",
+        required=True,
+        metavar="ENDPOINT",
+        help="unix:/folder/socket for this host, tcp:host:port for others; may be repeated",
+    )
+    protection = parser.add_mutually_exclusive_group()
+    protection.add_argument(
+        "--identity",
+        type=Path,
+        metavar="FILE",
+        help="key and certificate for TLS, which clients need too; made where there is none",
+    )
+    protection.add_argument(
+        "--no-encryption",
+        action="store_true",
+        help="serve whoever reaches the port, without TLS: for private networks",
+    )
+    add("--durability", choices=("none", "batch", "step"), default="none")
+    add(
+        "--budget-mib",
+        type=_positive,
+        default=512,
+        help="MiB of writes that are received and not stored yet (default: %(default)s)",
+    )
+    parser.set_defaults(run=_serve)
 
 
 def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -286,6 +337,41 @@ def _write_json(document: dict[str, Any], where: str) -> None:
         print(text)
     else:
         Path(where).write_text(text + "\n")
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from tq_fs.channel import Identity, Limits  # noqa: PLC0415  # only this command needs them
+    from tq_fs.served import ServedStore  # noqa: PLC0415
+
+    local = [e for e in arguments.listen if e.startswith("unix:")]
+    remote = [e for e in arguments.listen if not e.startswith("unix:")]
+    if remote and arguments.identity is None and not arguments.no_encryption:
+        raise InvalidConfig(
+            "would be served to everybody",
+            subject=remote[0],
+            remedy="give --identity, or --no-encryption in a private network",
+        )
+    identity = None
+    if arguments.identity is not None:
+        if not arguments.identity.exists():
+            Identity.new(arguments.store_id).save(arguments.identity)
+        identity = Identity.load(arguments.identity)
+    ended = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: ended.set())
+    with ServedStore(
+        arguments.folder.absolute().as_uri(),
+        store_id=arguments.store_id,
+        local=local,
+        remote=remote,
+        identity=identity,
+        durability=arguments.durability,
+        limits=Limits(budget_bytes=arguments.budget_mib * 1024**2),
+    ) as served:
+        for url in served.urls:
+            print(f"serving store {arguments.store_id!r} at {url}", flush=True)
+        ended.wait()
+    return 0
 
 
 def _step(arguments: argparse.Namespace) -> int:
