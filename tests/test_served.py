@@ -16,6 +16,7 @@ import pytest
 
 import tq_fs
 from tests._rollouts import FIELDS, assert_batch, assert_bits, record, refs_of, run_child, specs
+from tq_fs.backends import STAGING
 from tq_fs.channel import ChannelBackend, Identity
 from tq_fs.cli import main
 from tq_fs.errors import (
@@ -124,6 +125,16 @@ def test_a_folder_is_served_once_and_not_written_beside_that(tmp_path: Path) -> 
             pass
     with served(tmp_path) as where, open_at(where.urls[0], read_only=True) as reader:
         assert len(list(reader.unreleased())) > 0
+
+
+def test_what_a_killed_server_was_writing_is_swept(tmp_path: Path) -> None:
+    with served(tmp_path):
+        pass
+    half = tmp_path / "stores" / "default" / STAGING / "half-a-group"
+    half.mkdir(parents=True)
+    (half / "c.0").write_bytes(b"x" * 1000)
+    with served(tmp_path):
+        assert not half.exists()
 
 
 def test_a_start_that_fails_lets_go_of_the_folder(tmp_path: Path) -> None:
