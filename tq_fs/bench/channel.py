@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tq_fs.backends import Backend, LocalBackend
 from tq_fs.bench._channel_unit import STORE, UNIT
 from tq_fs.bench._disk import measuring_place
-from tq_fs.bench._timing import Timings, Variant, interleave, runs_in
+from tq_fs.bench._progress import run_shown
+from tq_fs.bench._timing import Timings, Variant
 from tq_fs.channel import ChannelBackend, Identity
 from tq_fs.memory import aligned_empty
 
@@ -266,15 +266,10 @@ def _table(title: str, timings: Timings, nbytes: int) -> Table:
 def _run(
     variants: Mapping[str, Variant], bench: ChannelBench, size: str, console: Console, title: str
 ) -> Timings:
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    # Drawn between runs only: a thread that draws would take the interpreter's lock during them.
-    with Progress(*columns, console=console, auto_refresh=False) as bar:
-        task = bar.add_task(f"{title} {size:6}", total=runs_in(list(variants), bench.repeats))
-
-        def advance() -> None:
-            bar.advance(task)
-            bar.refresh()
-
-        return interleave(
-            variants, repeats=bench.repeats, steps=_OPERATIONS[size], progress=advance
-        )
+    return run_shown(
+        variants,
+        repeats=bench.repeats,
+        steps=_OPERATIONS[size],
+        console=console,
+        title=f"{title} {size:6}",
+    )

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tq_fs.bench._data import Shape, make_payloads
 from tq_fs.bench._disk import Place, measuring_place
+from tq_fs.bench._progress import run_shown
 from tq_fs.bench._read import parts, readers
-from tq_fs.bench._timing import Timings, Variant, interleave, runs_in
+from tq_fs.bench._timing import Timings, Variant
 from tq_fs.bench._write import Writers
 
 __all__ = ["Measured", "Shape", "StepBench", "document", "measure", "ratios", "show"]
@@ -188,16 +188,9 @@ def _table(title: str, timings: Timings, base: str, nbytes: int) -> Table:
 def _run(
     variants: Mapping[str, Variant], bench: StepBench, steps: int, console: Console, title: str
 ) -> Timings:
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    # Drawn between runs only: a thread that draws would take the interpreter's lock during them.
-    with Progress(*columns, console=console, auto_refresh=False) as bar:
-        task = bar.add_task(f"{title:6}", total=runs_in(list(variants), bench.repeats))
-
-        def advance() -> None:
-            bar.advance(task)
-            bar.refresh()
-
-        return interleave(variants, repeats=bench.repeats, steps=steps, progress=advance)
+    return run_shown(
+        variants, repeats=bench.repeats, steps=steps, console=console, title=f"{title:6}"
+    )
 
 
 @contextmanager
