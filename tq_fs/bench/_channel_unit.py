@@ -11,11 +11,12 @@ from tq_fs.channel import ChannelServer, Identity
 
 STORE = "bench"
 UNIT = "unit"
+IDENTITY = "identity.pem"
 
 
 def main(folder: Path) -> None:
     """Serve, and print how to get here."""
-    identity = Identity.new(STORE)
+    identity = Identity.load(folder / IDENTITY)
     backend = LocalBackend(folder / "unit")
     plain = ChannelServer(
         backend,
@@ -29,7 +30,6 @@ def main(folder: Path) -> None:
     )
     unix, tcp = plain.endpoints
     said = {"unix": unix, "tcp": tcp, "tls": tls.endpoints[0]}
-    said |= {"certificate": identity.certificate.decode(), "key": identity.key.decode()}
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
     sys.stdin.read()

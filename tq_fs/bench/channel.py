@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tq_fs.backends import Backend, LocalBackend
-from tq_fs.bench._channel_unit import STORE, UNIT
+from tq_fs.bench._channel_unit import IDENTITY, STORE, UNIT
 from tq_fs.bench._disk import measuring_place
 from tq_fs.bench._progress import run_shown
 from tq_fs.bench._timing import Timings, Variant
@@ -98,6 +98,8 @@ def measure(bench: ChannelBench, console: Console) -> Measured:
 @contextmanager
 def ways(folder: Path) -> Iterator[dict[str, Backend]]:
     """Start a unit, and give all ways to it and the one without it."""
+    identity = Identity.new(STORE)
+    identity.save(folder / IDENTITY)
     command = [sys.executable, "-m", "tq_fs.bench._channel_unit", str(folder)]
     with (
         subprocess.Popen(
@@ -107,7 +109,6 @@ def ways(folder: Path) -> Iterator[dict[str, Backend]]:
     ):
         assert child.stdout is not None
         said = json.loads(child.stdout.readline())
-        identity = Identity(said["certificate"].encode(), said["key"].encode())
         backends: dict[str, Backend] = {"local": LocalBackend(folder / "local")}
         for way in ("unix", "tcp", "tls"):
             backends[way] = ChannelBackend(
