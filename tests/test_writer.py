@@ -50,7 +50,7 @@ from tq_fs.errors import (
 )
 from tq_fs.keys import Incarnation, StepKey
 from tq_fs.steps import EncodeOptions, FieldArray
-from tq_fs.storage_unit import StorageUnit
+from tq_fs.storage_unit import Located, StorageUnit
 from tq_fs.trajectory import Trajectory
 from tq_fs.writer import StepWriter
 
@@ -663,8 +663,8 @@ def test_a_step_is_written_once_but_for_a_lost_acknowledgement(tmp_path: Path) -
     with pytest.raises(ObjectExists):
         unit.put(key, 7, arrays[:1])
     assert {p: (tmp_path / p).read_bytes() for p in tree(tmp_path)} == before
-    assert unit.clear(key.path)
-    assert not unit.clear(key.path)
+    assert unit.clear(Located("local", key.path))
+    assert not unit.clear(Located("local", key.path))
     unit.put(key, 7, [FieldArray(f.spec, changed[f.spec.name]) for f in FIELDS])
     unit.backend.close()
 

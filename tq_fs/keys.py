@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456
 _AS_IT_IS = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")  # most ids; the rest is for the others
 _ESCAPES = re.compile(r"_(?:_|[0-9a-f]{2})")
 _ESCAPED = re.compile(r"(?:[^_]|__|_[0-9a-f]{2})*")  # up to where an escape is cut
+_TIMED = re.compile(r"([0-9a-f]{16})[0-9a-f]{8}(?:\Z|\.)")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 _SCHEME = "tqfs1"
 
@@ -123,6 +125,31 @@ class Incarnation:
     partition: str
     session_id: str
     incarnation_id: str
+
+    @classmethod
+    def new(cls, partition: str, session_id: str, now_ns: int, home: str = "") -> Incarnation:
+        """Return one that was never used, whose id sorts behind those of the session's past.
+
+        Parameters
+        ----------
+        now_ns
+            Nanoseconds since 1970 on the Controller's clock.
+        home
+            The StorageUnit that keeps the session's manifest; empty where the store does.
+        """
+        name = f"{now_ns:016x}{os.urandom(4).hex()}"
+        return cls(partition, session_id, f"{name}.{home}" if home else name)
+
+    @property
+    def home(self) -> str:
+        """The StorageUnit that keeps its manifest; empty where the store itself does."""
+        return self.incarnation_id.partition(".")[2]
+
+    @property
+    def opened_ns(self) -> int:
+        """When it began on its Controller's clock; 0 where its id does not say that."""
+        found = _TIMED.match(self.incarnation_id)
+        return int(found[1], 16) if found else 0
 
     @property
     def path(self) -> str:

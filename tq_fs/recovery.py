@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tq_fs.backends import COMMIT
 from tq_fs.keys import Incarnation
 from tq_fs.manifests import SessionManifest
 from tq_fs.steps import StepEntry
-from tq_fs.storage_unit import Inventory
+from tq_fs.storage_unit import Inventory, Located
 
 Objects = Mapping[str, int]  # names below a Step's place, and their sizes
+
+
+class WantedStep(NamedTuple):
+    """A Step that a manifest refers to.
+
+    Attributes
+    ----------
+    unit
+        Where the manifest says it is.
+    objects
+        What has to lie at its place.
+    """
+
+    unit: str
+    objects: Objects
+
+
+Places = Mapping[str, WantedStep]  # by the Step's place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +68,7 @@ class Recovery:
     rebuilt: tuple[str, ...] = ()
 
 
-class Wanted(Mapping[str, Mapping[str, Objects] | None]):
+class Wanted(Mapping[str, Places | None]):
     """For each incarnation's path its Steps' places with what has to lie there, when it is asked.
 
     None for one whose manifest cannot be used, where everything is kept.
@@ -60,7 +79,7 @@ class Wanted(Mapping[str, Mapping[str, Objects] | None]):
         Says it of an incarnation that has a manifest.
     """
 
-    def __init__(self, places: Callable[[Incarnation], Mapping[str, Objects]]) -> None:
+    def __init__(self, places: Callable[[Incarnation], Places]) -> None:
         self._places = places
         self._known: dict[str, Incarnation | None] = {}
 
@@ -72,7 +91,7 @@ class Wanted(Mapping[str, Mapping[str, Objects] | None]):
         """Want nothing of an incarnation any more; idempotent."""
         self._known.pop(path, None)
 
-    def __getitem__(self, path: str) -> Mapping[str, Objects] | None:
+    def __getitem__(self, path: str) -> Places | None:
         """Return the places of an incarnation's Steps."""
         incarnation = self._known[path]
         return None if incarnation is None else self._places(incarnation)
@@ -135,47 +154,73 @@ class Loaded:
 
 
 class Sweep:
-    """Holds what lies on a unit against what manifests refer to. Pure: deletes nothing.
+    """Holds what lies on units against what manifests refer to. Pure: deletes nothing.
 
     Parameters
     ----------
     wanted
         For each incarnation with a manifest: its Steps' places with what has to lie there. None
         for one whose manifest cannot be used, where everything is kept.
+    spare
+        Tells of the path of an incarnation without a manifest whether it is to be left alone: its
+        session may still be open, or its manifest lies where nobody can look.
     """
 
-    def __init__(self, wanted: Mapping[str, Mapping[str, Objects] | None]) -> None:
+    def __init__(
+        self, wanted: Mapping[str, Places | None], spare: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self.sessions = 0
         self.steps = 0
         self._wanted = wanted
+        self._spare = spare
         self._seen: set[str] = set()
         self._missing: list[str] = []
+        self._elsewhere: dict[str, dict[str, WantedStep]] = {}  # what other units have to hold
 
-    def strays(self, held: Inventory) -> list[str]:
-        """Return what may be removed of an incarnation, prefixes of single Steps."""
+    def strays(self, held: Inventory) -> list[Located]:
+        """Return what may be removed of an incarnation on a unit, single Steps or all of it."""
         if held.path not in self._wanted:
+            if self._spare(held.path):
+                return []
             self.sessions += 1
             self.steps += len(held.places)
-            return [f"steps/{held.path}"]
+            return [Located(held.unit, f"steps/{held.path}")]
         places = self._wanted[held.path]
         if places is None:
             return []
-        self._seen.add(held.path)
-        self._missing += (
-            place
-            for place, want in places.items()
-            if not is_whole(want, held.places.get(place, {}))
-        )
+        mine = {place: want for place, want in places.items() if _is_on(held.unit, want)}
+        self._check(held, places, mine)
         # A stranger's object beside a needed attempt seems to lie at the Step's own place.
-        kept = {*places, *(place.rpartition("/")[0] for place in places)}
+        kept = {*mine, *(place.rpartition("/")[0] for place in mine)}
         strays = [place for place in held.places if place not in kept and _is_step(place)]
         self.steps += len(strays)
-        return strays
+        return [Located(held.unit, place) for place in strays]
+
+    def _check(self, held: Inventory, places: Places, mine: Places) -> None:
+        """Note which of the Steps are not there, or not whole."""
+        if held.path not in self._seen:
+            self._seen.add(held.path)
+            if len(mine) < len(places):
+                self._elsewhere[held.path] = {p: w for p, w in places.items() if p not in mine}
+        elif held.path in self._elsewhere:
+            for place in mine:
+                self._elsewhere[held.path].pop(place, None)
+        self._missing += (
+            place
+            for place, want in mine.items()
+            if not is_whole(want.objects, held.places.get(place, {}))
+        )
 
     def incomplete(self) -> tuple[str, ...]:
         """Return the places that manifests refer to and that were not seen whole."""
         unseen = (self._wanted[path] for path in self._wanted if path not in self._seen)
-        return tuple(sorted([*self._missing, *(p for places in unseen for p in places or ())]))
+        left = [*self._elsewhere.values(), *(places or {} for places in unseen)]
+        return tuple(sorted([*self._missing, *(place for places in left for place in places)]))
+
+
+def _is_on(unit: str, want: WantedStep) -> bool:
+    """Tell whether a Step has to lie on a unit; one without a name is all there is."""
+    return not unit or unit == want.unit
 
 
 def _is_step(place: str) -> bool:
@@ -188,7 +233,7 @@ def is_whole(wanted: Objects, members: Objects) -> bool:
     return COMMIT in members and all(members.get(n) == size for n, size in wanted.items())
 
 
-def wanted_places(manifest: SessionManifest, steps: Sequence[StepEntry]) -> dict[str, Objects]:
+def wanted_places(manifest: SessionManifest, steps: Sequence[StepEntry]) -> dict[str, WantedStep]:
     """Return where a manifest's Steps lie, and what has to lie there."""
     path = manifest.incarnation.path
-    return {step.place(path): step.objects() for step in steps}
+    return {step.place(path): WantedStep(step.unit, step.objects()) for step in steps}

@@ -254,16 +254,36 @@ class Store:
             return iter(())
         return self._controller.unreleased(consumer, partition)
 
-    def release(self, refs: Iterable[str | Segment | Sample], consumer: str = "train") -> int:
+    def release(
+        self,
+        refs: Iterable[str | Segment | Sample],
+        consumer: str = "train",
+        *,
+        rollout_id: int | None = None,
+    ) -> int:
         """Note that a consumer needs Segments no more; returns how many Steps that deleted.
 
-        Idempotent. Comes after the barrier of all ranks that read them, and best after the model
-        checkpoint that used them is saved.
+        Idempotent. Comes after the barrier of all ranks that read them.
+
+        Parameters
+        ----------
+        rollout_id
+            Hold the release back until :meth:`checkpoint_saved` names this rollout or a later one:
+            a run that resumes from an earlier checkpoint finds the Segments still there.
         """
         self._check_open()
         if self._controller is None:
             return 0
-        return self._controller.release(_refs([refs] if isinstance(refs, str) else refs), consumer)
+        given = _refs([refs] if isinstance(refs, str) else refs)
+        return self._controller.release(given, consumer, rollout_id)
+
+    def checkpoint_saved(self, rollout_id: int) -> int:
+        """Release what is held for a rollout, or for an earlier one; returns how many Steps go.
+
+        Idempotent. Comes once the model checkpoint that used them is on disk.
+        """
+        self._check_open()
+        return 0 if self._controller is None else self._controller.checkpoint_saved(rollout_id)
 
     def segments(self, refs: Iterable[str]) -> Iterator[Segment]:
         """Yield finalized Segments with their resident fields: what a resumed run trains on.

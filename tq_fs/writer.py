@@ -10,7 +10,7 @@ from tq_fs.budget import ByteBudget
 from tq_fs.errors import ObjectExists, SessionClosed, TqFsError
 from tq_fs.fields import FieldSpec
 from tq_fs.steps import FieldArray
-from tq_fs.storage_unit import StorageUnit
+from tq_fs.storage_unit import Units
 from tq_fs.trajectory import PlannedStep, StepInput, StepRecord, Trajectory
 
 
@@ -23,8 +23,8 @@ class StepWriter:
 
     Parameters
     ----------
-    unit
-        Takes the Steps. None keeps every field in memory: the reference path.
+    units
+        Take the Steps. None keeps every field in memory: the reference path.
     selected
         Names of the fields to take out of the way.
     pool
@@ -35,14 +35,14 @@ class StepWriter:
 
     def __init__(
         self,
-        unit: StorageUnit | None,
+        units: Units | None,
         selected: frozenset[str],
         *,
         pool: Executor,
         budget: ByteBudget,
     ) -> None:
-        self._unit = unit
-        self._selected = selected if unit is not None else frozenset()
+        self._units = units
+        self._selected = selected if units is not None else frozenset()
         self._pool = pool
         self._budget = budget
 
@@ -73,7 +73,7 @@ class StepWriter:
         planned = trajectory.plan(step)
         kept = frozenset(planned.record.arrays) - self._selected
         arrays = _selected(trajectory.specs, planned, self._selected)
-        if self._unit is None or not arrays:
+        if self._units is None or not arrays:
             done: Future[StepRecord] = Future()
             done.set_result(trajectory.commit(planned, None, kept))
             return done
@@ -82,7 +82,7 @@ class StepWriter:
         load = [_Load(planned, arrays, kept)]
         del planned, arrays
         try:
-            future = self._pool.submit(_put_and_commit, self._unit, trajectory, load)
+            future = self._pool.submit(_put_and_commit, self._units, trajectory, load)
         except BaseException as error:
             self._budget.release(nbytes)
             if isinstance(error, RuntimeError):  # how a pool says that it was shut down
@@ -113,21 +113,21 @@ class _Load(NamedTuple):
     kept: frozenset[str]
 
 
-def _put_and_commit(unit: StorageUnit, trajectory: Trajectory, load: Sequence[_Load]) -> StepRecord:
+def _put_and_commit(units: Units, trajectory: Trajectory, load: Sequence[_Load]) -> StepRecord:
     planned, arrays, kept = load[0]
     try:
-        stored = unit.put(planned.key, len(planned.record.tokens), arrays, fresh=True)
+        stored = units.put(planned.key, len(planned.record.tokens), arrays, fresh=True)
         return trajectory.commit(planned, stored, kept)
     except ObjectExists:
         raise  # what is there is somebody else's
     except BaseException as error:
-        _clear(unit, planned, error)
+        _withdraw(units, planned, error)
         raise
 
 
-def _clear(unit: StorageUnit, planned: PlannedStep, because: BaseException) -> None:
-    """Remove what may have been put; the sweep at the next start is the second chance."""
+def _withdraw(units: Units, planned: PlannedStep, because: BaseException) -> None:
+    """Remove what may have been put; the sweep is the second chance."""
     try:
-        unit.clear(planned.key.path)
+        units.withdraw(planned.key)
     except TqFsError as error:
         because.add_note(f"and what was put could not be cleared: {error}")

@@ -130,15 +130,18 @@ class Catalog:
 
     # ------------------------------------------------------------ write
 
-    def publish(self, manifest: SessionManifest, trajectory: bytes | None = None) -> None:
+    def put_trajectory(self, incarnation: Incarnation, trajectory: bytes) -> None:
+        """Write a session's resident fields beside the manifest that follows, or leave nothing."""
+        try:
+            self._backend.put(f"{self._prefix(incarnation)}/{TRAJECTORY}", trajectory)
+        except BaseException:
+            self._backend.delete(self._prefix(incarnation))
+            raise
+
+    def publish(self, manifest: SessionManifest) -> None:
         """Check a manifest and write it: the session's Segments can be resolved from then on.
 
         An incarnation has one writer, the Controller that opened it, so that its key is used once.
-
-        Parameters
-        ----------
-        trajectory
-            The session's resident fields, to lie beside it.
 
         Raises
         ------
@@ -148,8 +151,6 @@ class Catalog:
         check_manifest(manifest)
         data = encode(manifest)
         prefix = self._prefix(manifest.incarnation)
-        if trajectory is not None:
-            self._backend.put(f"{prefix}/{TRAJECTORY}", trajectory)
         self._backend.put(f"{prefix}/{MANIFEST}", data)
         self._remember(manifest, len(data))
         self._pages.hold(manifest, data, self._stamp(f"{prefix}/{MANIFEST}"))
@@ -172,6 +173,10 @@ class Catalog:
         # The manifest goes before the rest, for its name is the first: without it the rest is
         # nothing, while it would bring back to life what the state says is released.
         self._backend.delete(self._prefix(incarnation))
+        self.forget(incarnation)
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """Resolve nothing of an incarnation from memory any more; idempotent."""
         with self._lock:
             gone = self._cache.pop(incarnation, None)
             self._cached_bytes -= gone.nbytes if gone else 0
@@ -421,10 +426,12 @@ def _merged(states: Sequence[SessionState]) -> SessionState:
     for state in states:
         for consumer, segments in state.released.items():
             released.setdefault(consumer, set()).update(segments)
+    last = max(states, key=lambda s: s.epoch, default=None)
     return SessionState(
         schema=STATE_SCHEMA,
-        epoch=max((s.epoch for s in states), default=0),
+        epoch=last.epoch if last else 0,
         released={c: tuple(sorted(s)) for c, s in released.items()},
+        held=last.held if last else {},  # all that is held stands in each
     )
 
 

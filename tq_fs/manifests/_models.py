@@ -19,6 +19,7 @@ from tq_fs.steps import StepEntry, check_schema
 MANIFEST_SCHEMA = "tq-fs/manifest/1"
 STATE_SCHEMA = "tq-fs/state/1"
 STORE_SCHEMA = "tq-fs/store/1"
+TOMBSTONE_SCHEMA = "tq-fs/tombstone/1"
 
 View = Literal["lineage", "timeline"]
 Mode = Literal["tito", "snapshot"]
@@ -110,7 +111,7 @@ class SessionManifest(msgspec.Struct, frozen=True, kw_only=True):
         return SegmentRef(self.store_id, self.incarnation, segment.view, segment.index)
 
 
-class SessionState(msgspec.Struct, frozen=True, kw_only=True):
+class SessionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What has happened to a manifest's Segments since.
 
     Attributes
@@ -121,11 +122,43 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
         Epoch of the Controller that wrote it.
     released
         For each consumer the Segments it has released, as ``view/index``.
+    held
+        For each consumer, by rollout, the Segments it will have released once the model checkpoint
+        of that rollout, or of a later one, is saved.
     """
 
     schema: str
     epoch: int
     released: dict[str, tuple[str, ...]]
+    held: dict[str, dict[int, tuple[str, ...]]] = {}
+
+
+class TombstoneDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A session of which nobody needs anything, while it is being deleted.
+
+    Attributes
+    ----------
+    schema
+        ``tq-fs/tombstone/1``.
+    epoch
+        Epoch of the Controller that wrote it.
+    partition, session_id, incarnation_id
+        Which session it is; ids as the user gave them.
+    units
+        The StorageUnits on which something of it may be left.
+    """
+
+    schema: str
+    epoch: int
+    partition: str
+    session_id: str
+    incarnation_id: str
+    units: tuple[str, ...]
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The session incarnation."""
+        return Incarnation(self.partition, self.session_id, self.incarnation_id)
 
 
 class StoreDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -141,18 +174,25 @@ class StoreDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         Raised by each Controller that takes the store for writing.
     before
         URL of the store that the folder is the front of; empty where it is the store itself.
+    unit
+        Name of the StorageUnit of a cluster whose folder it is; empty for a store of its own.
+    holder
+        Of the epoch: which of several Controllers that claimed the same one has it.
     """
 
     schema: str
     store_id: str
     epoch: int
     before: str = ""
+    unit: str = ""
+    holder: str = ""
 
 
 SCHEMAS: dict[str, type[msgspec.Struct]] = {
     MANIFEST_SCHEMA: SessionManifest,
     STATE_SCHEMA: SessionState,
     STORE_SCHEMA: StoreDocument,
+    TOMBSTONE_SCHEMA: TombstoneDocument,
 }
 
 _SEAL_SCHEMA = {
@@ -161,7 +201,7 @@ _SEAL_SCHEMA = {
     "description": "CRC-32C of all bytes behind this value's comma; comes first",
 }
 
-Document = TypeVar("Document", SessionManifest, SessionState, StoreDocument)
+Document = TypeVar("Document", SessionManifest, SessionState, StoreDocument, TombstoneDocument)
 
 
 class _Head(msgspec.Struct):
@@ -172,7 +212,9 @@ _SEAL = b'{"crc32c":"'
 _SEAL_BYTES = len(_SEAL) + 8 + len(b'",')
 
 
-def encode(document: SessionManifest | SessionState | StoreDocument) -> bytes:
+def encode(
+    document: SessionManifest | SessionState | StoreDocument | TombstoneDocument,
+) -> bytes:
     """Return a document as JSON that begins with the CRC-32C of all that follows."""
     body = msgspec.json.encode(document)[1:]
     return b'%s%08x",%s' % (_SEAL, crc32c(body), body)

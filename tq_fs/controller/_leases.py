@@ -1,0 +1,128 @@
+"""Who still records a session, and who still trains: known for as long as they say so.
+
+A holder is a process. It renews all that it holds by one call; what it does not renew in time may
+be taken away. Nothing is written down: after a start all holders say it anew, and until they had
+time for that nothing counts as given up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Holder:
+    until: float
+    paths: set[str] = field(default_factory=set)
+    consumers: frozenset[str] = frozenset()
+
+
+class Leases:
+    """Open sessions and live consumers. Safe to call from many threads.
+
+    Parameters
+    ----------
+    lease_s
+        Seconds for which a holder is believed to be alive.
+    grace_s
+        Seconds after that for which its sessions are left alone.
+    clock
+        Monotonic seconds.
+    """
+
+    def __init__(self, *, lease_s: float, grace_s: float, clock: Callable[[], float]) -> None:
+        self.lease_s = lease_s
+        self.grace_s = grace_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._holders: dict[str, _Holder] = {}
+        self._holder_of: dict[str, str] = {}
+        self._complete_at = clock() + lease_s + grace_s
+
+    def renew(
+        self, holder: str, *, consumers: Iterable[str] = (), paths: Iterable[str] | None = None
+    ) -> bool:
+        """Hear that a holder is alive.
+
+        Parameters
+        ----------
+        consumers
+            In whose name it reads.
+        paths
+            Of all sessions it holds; None where those that are known already have not changed.
+
+        Returns
+        -------
+        bool
+            Whether the holder was known; if not, it has to say what it holds.
+        """
+        with self._lock:
+            known = holder in self._holders
+            found = self._holders.setdefault(holder, _Holder(0.0))
+            found.until = self._clock() + self.lease_s
+            found.consumers = frozenset(consumers)
+            if paths is not None:
+                self._hold(holder, found, paths)
+            return known or paths is not None
+
+    def open(self, path: str, holder: str) -> None:
+        """Note that a holder records a session."""
+        with self._lock:
+            found = self._holders.setdefault(holder, _Holder(0.0))
+            found.until = max(found.until, self._clock() + self.lease_s)
+            self._hold(holder, found, (path,))
+
+    def close(self, path: str) -> None:
+        """Note that a session was finalized or discarded; idempotent."""
+        with self._lock:
+            holder = self._holder_of.pop(path, "")
+            if holder in self._holders:
+                self._holders[holder].paths.discard(path)
+
+    def leave(self, holder: str) -> None:
+        """Forget a holder that has ended; what it left open is an orphan at once."""
+        with self._lock:
+            gone = self._holders.pop(holder, None)
+            for path in gone.paths if gone else ():
+                self._holder_of.pop(path, None)
+
+    def is_open(self, path: str) -> bool:
+        """Tell whether a session is recorded by somebody who is alive, or was a moment ago."""
+        with self._lock:
+            holder = self._holders.get(self._holder_of.get(path, ""))
+            return holder is not None and self._clock() < holder.until + self.grace_s
+
+    def is_live(self, consumer: str) -> bool:
+        """Tell whether a process is alive that reads in a consumer's name."""
+        with self._lock:
+            now = self._clock()
+            return any(now < h.until and consumer in h.consumers for h in self._holders.values())
+
+    def is_complete(self) -> bool:
+        """Tell whether all who are alive had time to say what they hold."""
+        return self._clock() >= self._complete_at
+
+    def expire(self) -> list[str]:
+        """Forget holders that have been silent for too long; return what they held."""
+        with self._lock:
+            now = self._clock()
+            over = [n for n, h in self._holders.items() if now >= h.until + self.grace_s]
+            paths = [path for name in over for path in self._holders.pop(name).paths]
+            for path in paths:
+                self._holder_of.pop(path, None)
+            return paths
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many holders and open sessions there are."""
+        with self._lock:
+            return len(self._holders), len(self._holder_of)
+
+    def _hold(self, name: str, holder: _Holder, paths: Iterable[str]) -> None:
+        for path in paths:
+            before = self._holders.get(self._holder_of.get(path, ""))
+            if before is not None:
+                before.paths.discard(path)
+            self._holder_of[path] = name
+            holder.paths.add(path)
