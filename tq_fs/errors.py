@@ -83,6 +83,12 @@ class StorageUnreachable(StorageFailed):
     code = "storage_unreachable"
 
 
+class UnitsUnavailable(RetryError):
+    """StorageUnits, or the Controller, could not be started or reached in time."""
+
+    code = "units_unavailable"
+
+
 # ---------------------------------------------------------------- make room
 
 
@@ -267,6 +273,12 @@ class StepMissing(MissingError):
     """A Step that a manifest refers to is gone."""
 
     code = "step_missing"
+
+
+class UnitLost(MissingError):
+    """The StorageUnit that holds it is gone with its node, and nobody else has it."""
+
+    code = "unit_lost"
 
 
 class SegmentMissing(MissingError):

@@ -12,7 +12,7 @@ from tq_fs.channel._lanes import Lane, Lanes
 from tq_fs.errors import RetryError, StorageFailed, TqFsError
 
 T = TypeVar("T")
-Names: TypeAlias = list[tuple[str, int]]
+Names: TypeAlias = list[tuple[str, Any]]
 
 
 class ChannelBackend:
@@ -23,7 +23,8 @@ class ChannelBackend:
     Parameters
     ----------
     endpoint
-        Where the unit listens: ``unix:/folder/socket`` on its own host, else ``tcp:host:port``.
+        Where the unit listens: ``unix:/folder/socket`` on its own host, else ``tcp:host:port``; or
+        what tells it whenever a connection is made, for a unit that may come back elsewhere.
     store_id
         The store that the unit has to serve.
     unit
@@ -34,21 +35,25 @@ class ChannelBackend:
         When to try again to reach it. None: not at all, a lost unit is reported at once.
     timeout_s
         Seconds to wait for an answer; a write may wait for room besides.
+    epoch, holder
+        Of the Controller that writes through it; 0 for everybody else.
     """
 
     request_bytes = 1 * wire.MiB
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Callable[[], str],
         *,
         store_id: str,
         unit: str,
         identity: Identity | None = None,
         retry: Retry | None = None,
         timeout_s: float = 30.0,
+        epoch: int = 0,
+        holder: str = "",
     ) -> None:
-        self._made_of = (endpoint, store_id, unit, identity, retry, timeout_s)
+        self._made_of = (endpoint, store_id, unit, identity, retry, timeout_s, epoch, holder)
         self._subject = f"unit {unit}"
         self._timeout_s = timeout_s
         self._retry = retry
@@ -61,9 +66,13 @@ class ChannelBackend:
         return _again, self._made_of
 
     def _connect(self) -> Lanes:
-        endpoint, store_id, _, identity, _, timeout_s = self._made_of
+        endpoint, store_id, _, identity, _, timeout_s, epoch, holder = self._made_of
         lanes = Lanes(
-            endpoint, identity, store_id=store_id, subject=self._subject, timeout_s=timeout_s
+            endpoint,
+            identity,
+            hello=wire.Hello(wire.VERSION, store_id, epoch, holder),
+            subject=self._subject,
+            timeout_s=timeout_s,
         )
         leave_to_parent(lanes)
         return lanes
@@ -158,7 +167,15 @@ class ChannelBackend:
         """Yield key and size of each object below `prefix`."""
         return iter(self._names(wire.List(prefix, deep=True)))
 
-    def _names(self, request: wire.List) -> Names:
+    def stamp(self, key: str) -> str:
+        """Return an object's stamp; empty where the unit's backend knows none."""
+        return str(self._ask(wire.Stamp(key)))
+
+    def stamps(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Yield key and stamp of each object below `prefix`."""
+        return iter(self._names(wire.Stamps(prefix)))
+
+    def _names(self, request: wire.List | wire.Stamps) -> Names:
         def ask(lane: Lane) -> Names:
             names: Names = []
             answer = lane.ask(request)
@@ -219,15 +236,24 @@ class ChannelBackend:
 
 
 def _again(
-    endpoint: str,
+    endpoint: str | Callable[[], str],
     store_id: str,
     unit: str,
     identity: Identity | None,
     retry: Retry | None,
     timeout_s: float,
+    epoch: int,
+    holder: str,
 ) -> ChannelBackend:
     return ChannelBackend(
-        endpoint, store_id=store_id, unit=unit, identity=identity, retry=retry, timeout_s=timeout_s
+        endpoint,
+        store_id=store_id,
+        unit=unit,
+        identity=identity,
+        retry=retry,
+        timeout_s=timeout_s,
+        epoch=epoch,
+        holder=holder,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tq_fs.channel import _wire as wire
@@ -26,8 +26,8 @@ class Lane:
     ----------
     stream
         The connection; becomes the lane's.
-    store_id
-        The store that the unit has to serve.
+    hello
+        What to say first: the store that the unit has to serve.
     subject
         The unit, in messages.
     timeout_s
@@ -43,7 +43,9 @@ class Lane:
     StorageUnreachable, StorageDenied, WrongStore, ProtocolMismatch
     """
 
-    def __init__(self, stream: Stream, *, store_id: str, subject: str, timeout_s: float) -> None:
+    def __init__(
+        self, stream: Stream, *, hello: wire.Hello, subject: str, timeout_s: float
+    ) -> None:
         self._stream = stream
         self._subject = subject
         self._timeout_s: float | None = timeout_s
@@ -52,10 +54,10 @@ class Lane:
         self._broken = False
         self._prefix = bytearray(wire.PREFIX.size)
         stream.set_timeout(timeout_s)
-        hello = self.ask(wire.Hello(version=wire.VERSION, store_id=store_id))
-        if not isinstance(hello, wire.Welcome):
-            raise ProtocolMismatch(f"answered {type(hello).__name__}", subject=subject)
-        self.welcome = hello
+        answer = self.ask(hello)
+        if not isinstance(answer, wire.Welcome):
+            raise ProtocolMismatch(f"answered {type(answer).__name__}", subject=subject)
+        self.welcome = answer
 
     @property
     def is_free(self) -> bool:
@@ -179,25 +181,25 @@ class Lanes:
     Parameters
     ----------
     endpoint
-        Where the unit listens.
+        Where the unit listens, or what tells it.
     identity
         For a unit that speaks TLS.
-    store_id, subject, timeout_s
+    hello, subject, timeout_s
         See :class:`Lane`.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Callable[[], str],
         identity: Identity | None,
         *,
-        store_id: str,
+        hello: wire.Hello,
         subject: str,
         timeout_s: float,
     ) -> None:
         self._endpoint = endpoint
         self._tls = None if identity is None else identity.context(server=False)
-        self._store_id = store_id
+        self._hello = hello
         self._subject = subject
         self._timeout_s = timeout_s
         self._free: deque[Lane] = deque()
@@ -252,7 +254,7 @@ class Lanes:
         try:
             return Lane(
                 stream,
-                store_id=self._store_id,
+                hello=self._hello,
                 subject=self._subject,
                 timeout_s=self._timeout_s,
             )
@@ -261,9 +263,10 @@ class Lanes:
             raise
 
     def _stream(self) -> Stream:
+        endpoint = self._endpoint if isinstance(self._endpoint, str) else self._endpoint()
         try:
-            sock = connect(self._endpoint, self._timeout_s)
-            if self._tls is None:
+            sock = connect(endpoint, self._timeout_s)
+            if self._tls is None or endpoint.startswith("unix:"):
                 return Stream(sock)
             try:
                 return TlsStream(self._tls.wrap_socket(sock))
@@ -271,4 +274,4 @@ class Lanes:
                 sock.close()
                 raise
         except OSError as error:
-            raise unreachable(error, f"{self._subject} at {self._endpoint}") from error
+            raise unreachable(error, f"{self._subject} at {endpoint}") from error

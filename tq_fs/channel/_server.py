@@ -14,11 +14,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from tq_fs.backends import Backend
 from tq_fs.channel import _wire as wire
 from tq_fs.channel._buffers import Buffers
 from tq_fs.channel._endpoint import listen
+from tq_fs.channel._fence import Fence
 from tq_fs.channel._identity import Identity
 from tq_fs.channel._service import LaneService, Service
 from tq_fs.channel._stream import Gone, Stream, TlsStream
@@ -59,6 +61,8 @@ class ChannelServer:
         First components of the keys that are served; None for all.
     limits
         How much at a time.
+    fence
+        Refuses what a Controller sends that was replaced; None where there is none.
     clock
         Monotonic seconds.
 
@@ -84,8 +88,10 @@ class ChannelServer:
         identity: Identity | None = None,
         roots: frozenset[str] | None = frozenset({"steps", "manifests"}),
         limits: Limits | None = None,
+        fence: Fence | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._fence = fence
         self._store_id = store_id
         self._unit = unit
         self._limits = limits or Limits()
@@ -201,7 +207,7 @@ class ChannelServer:
     def _converse(self, stream: Stream) -> None:
         lane = self._service.lane()
         prefix = memoryview(bytearray(wire.PREFIX.size))
-        welcome = False
+        hello: wire.Hello | None = None
         while self._hear(stream, prefix):
             magic, length, nbytes = wire.PREFIX.unpack(prefix)
             if magic != wire.MAGIC or not 0 < length <= wire.MOST_HEADER:
@@ -210,16 +216,16 @@ class ChannelServer:
             stream.fill(memoryview(header))
             request = wire.decode_request(header)
             self._count("requests")
-            if isinstance(request, wire.Hello) != (not welcome):
+            if isinstance(request, wire.Hello) != (hello is None):
                 raise ProtocolMismatch(f"{type(request).__name__} out of turn", subject="a lane")
             if nbytes and not isinstance(request, wire.Publish | wire.Put):
                 raise ProtocolMismatch("bytes that nobody asked for", subject="a message")
             if isinstance(request, wire.Hello):
                 answer = self._welcome(request)
                 self._answer(stream, answer)
-                welcome = isinstance(answer, wire.Welcome)
-            else:
-                self._serve(stream, lane, request, nbytes)
+                hello = request if isinstance(answer, wire.Welcome) else None
+            elif hello is not None:
+                self._serve(stream, lane, hello, request, nbytes)
             with self._lock:
                 self._busy.discard(threading.current_thread())
 
@@ -259,23 +265,36 @@ class ChannelServer:
             )
         if error is not None:
             return self._failed(error)
+        try:
+            if self._fence is not None:
+                self._fence.admit(hello.epoch, hello.holder)
+        except TqFsError as refused:
+            return self._failed(refused)
         return wire.Welcome(unit=self._unit, deadline_s=self._limits.deadline_s)
 
     # ------------------------------------------------------------ requests
 
     def _serve(
-        self, stream: Stream, lane: LaneService, request: wire.AnyRequest, nbytes: int
+        self,
+        stream: Stream,
+        lane: LaneService,
+        hello: wire.Hello,
+        request: wire.AnyRequest,
+        nbytes: int,
     ) -> None:
         try:
             if isinstance(request, wire.Publish | wire.Put):
-                self._answer(stream, self._write(stream, request, nbytes))
+                self._answer(stream, self._write(stream, hello, request, nbytes))
             elif isinstance(request, wire.Read):
                 lane.send(request, stream, self._limits.piece_bytes)
                 self._count("sent_bytes", request.nbytes)
-            elif isinstance(request, wire.List | wire.More):
+            elif isinstance(request, wire.List | wire.Stamps | wire.More):
                 self._answer(stream, lane.listed(request))
             else:
-                self._done(stream, self._service.do(request))
+                writes = isinstance(request, wire.Delete)
+                with self._writing(hello) if writes else nullcontext():
+                    value = self._service.do(request)
+                self._done(stream, value)
         except TqFsError as error:
             self._answer(stream, self._failed(error))
         except OSError:
@@ -289,8 +308,13 @@ class ChannelServer:
             )
             self._answer(stream, self._failed(unknown))
 
+    def _writing(self, hello: wire.Hello) -> AbstractContextManager[None]:
+        if self._fence is None:
+            return nullcontext()
+        return self._fence.writing(hello.epoch, hello.holder)
+
     def _write(
-        self, stream: Stream, request: wire.Publish | wire.Put, nbytes: int
+        self, stream: Stream, hello: wire.Hello, request: wire.Publish | wire.Put, nbytes: int
     ) -> wire.AnyAnswer:
         budget = self._service.budget
         try:
@@ -303,12 +327,13 @@ class ChannelServer:
             body = memoryview(buffer)[:nbytes]
             stream.fill(body)
             self._count("received_bytes", nbytes)
-            return wire.Done(self._service.write(request, body, stream.is_idle))
+            with self._writing(hello):
+                return wire.Done(self._service.write(request, body, stream.is_idle))
         finally:
             self._buffers.give(buffer)
             budget.release(nbytes)
 
-    def _done(self, stream: Stream, value: bool | bytes | None) -> None:
+    def _done(self, stream: Stream, value: bool | bytes | str | None) -> None:
         if not isinstance(value, bytes):
             self._answer(stream, wire.Done(value))
             return

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from tq_fs.backends import Backend, Buffer, LocalObject, ObjectReader
+from tq_fs.backends import Backend, Buffer, LocalObject, ObjectReader, Stamping
 from tq_fs.budget import ByteBudget
 from tq_fs.channel import _wire as wire
 from tq_fs.channel._stream import Stream
@@ -106,10 +106,12 @@ class Service:
             raise InvalidKey(f"a unit serves {sorted(self._roots)} only", subject=repr(key)[:200])
         return key
 
-    def names(self, request: wire.List) -> Iterator[tuple[str, int]]:
-        """Return what lies below a prefix, with sizes or -1."""
+    def names(self, request: wire.List | wire.Stamps) -> Iterator[tuple[str, int | str]]:
+        """Return what lies below a prefix, with sizes or -1, or with stamps."""
         if request.prefix or self._roots is not None:
             self.own(request.prefix)
+        if isinstance(request, wire.Stamps):
+            return self._stamps(request.prefix)
         if request.deep:
             return iter(self._backend.walk(request.prefix))
         return ((name, -1) for name in self._backend.list(request.prefix))
@@ -118,7 +120,7 @@ class Service:
         """Open an object."""
         return self._backend.open(self.own(key))
 
-    def do(self, request: wire.AnyRequest) -> bool | bytes | None:
+    def do(self, request: wire.AnyRequest) -> bool | bytes | str | None:
         """Do what has neither a body nor a long answer."""
         backend = self._backend
         match request:
@@ -126,6 +128,8 @@ class Service:
                 return backend.get(self.own(key))
             case wire.Delete(prefix=prefix):
                 return self.delete(prefix)
+            case wire.Stamp(key=key):
+                return self._stamp(self.own(key))
             case wire.Distrust(key=key):
                 return backend.distrust(self.own(key))
             case wire.Cool(prefixes=prefixes):
@@ -137,6 +141,15 @@ class Service:
             case _:
                 raise ProtocolMismatch(f"{type(request).__name__} comes too late", subject="a lane")
         return None
+
+    def _stamp(self, key: str) -> str:
+        """Return an object's stamp; empty where the backend knows none."""
+        return self._backend.stamp(key) if isinstance(self._backend, Stamping) else ""
+
+    def _stamps(self, prefix: str) -> Iterator[tuple[str, str]]:
+        if isinstance(self._backend, Stamping):
+            return self._backend.stamps(prefix)
+        return ((key, "") for key, _ in self._backend.walk(prefix))
 
     def _is_written(self, prefix: str) -> bool:
         return any(t == prefix or t.startswith(f"{prefix}/") for t in self._in_hand)
@@ -160,12 +173,12 @@ class LaneService:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._listing: Iterator[tuple[str, int]] | None = None
+        self._listing: Iterator[tuple[str, int | str]] | None = None
         self._piece = bytearray()
 
-    def listed(self, request: wire.List | wire.More) -> wire.Listed:
+    def listed(self, request: wire.List | wire.Stamps | wire.More) -> wire.Listed:
         """Begin or go on with a listing."""
-        if isinstance(request, wire.List):
+        if not isinstance(request, wire.More):
             self._listing = self._service.names(request)
         if self._listing is None:
             raise ProtocolMismatch("no listing to go on with", subject="a lane")

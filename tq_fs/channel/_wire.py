@@ -59,10 +59,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(Request, frozen=True, array_like=True, tag=1):
-    """Open a lane."""
+    """Open a lane; a Controller says its epoch, and which of those that claim it has it."""
 
     version: int
     store_id: str
+    epoch: int = 0
+    holder: str = ""
 
 
 class Publish(Request, frozen=True, array_like=True, tag=2):
@@ -133,8 +135,33 @@ class Sync(Request, frozen=True, array_like=True, tag=12):
     """Wait until everything is durable."""
 
 
+class Stamps(Request, frozen=True, array_like=True, tag=13):
+    """Begin to list keys and stamps below a prefix."""
+
+    prefix: str
+
+
+class Stamp(Request, frozen=True, array_like=True, tag=14):
+    """Ask for an object's stamp."""
+
+    key: str
+
+
 AnyRequest: TypeAlias = (
-    Hello | Publish | Put | Get | Read | List | More | Delete | Distrust | Cool | Settle | Sync
+    Hello
+    | Publish
+    | Put
+    | Get
+    | Read
+    | List
+    | More
+    | Delete
+    | Distrust
+    | Cool
+    | Settle
+    | Sync
+    | Stamps
+    | Stamp
 )
 
 # ---------------------------------------------------------------- answers
@@ -162,9 +189,9 @@ class Data(Answer, frozen=True, array_like=True, tag=3):
 
 
 class Listed(Answer, frozen=True, array_like=True, tag=4):
-    """Names with sizes (-1 where only names were asked for)."""
+    """Names with sizes (-1 where only names were asked for), or with stamps."""
 
-    names: list[tuple[str, int]]
+    names: list[tuple[str, int | str]]
     last: bool
 
 

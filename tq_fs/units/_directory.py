@@ -1,0 +1,139 @@
+"""What a process knows of a store's units, and when it asks anew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from tq_fs.errors import StorageUnreachable, UnitLost
+from tq_fs.keys import Incarnation
+from tq_fs.placement import rank
+from tq_fs.units._layout import Layout, UnitAddress
+
+_AGAIN_S = 0.25  # between two questions on account of failures
+
+
+class Directory:
+    """Finds units. Safe to call from many threads.
+
+    Parameters
+    ----------
+    ask
+        Returns the layout as it is now (the Controller's).
+    node
+        Id of the node that this process runs on.
+    clock
+        Monotonic seconds.
+    fresh_s
+        Seconds after which a layout is too old to place a session by.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Layout],
+        *,
+        node: str,
+        clock: Callable[[], float],
+        fresh_s: float = 5.0,
+    ) -> None:
+        self.node = node
+        self._ask = ask
+        self._clock = clock
+        self._fresh_s = fresh_s
+        self._lock = threading.Lock()
+        self._layout = Layout()
+        self._units: dict[str, UnitAddress] = {}
+        self._asked = float("-inf")
+
+    def layout(self, older_s: float | None = None) -> Layout:
+        """Return the layout, asked anew where it is older than that many seconds."""
+        limit = self._fresh_s if older_s is None else older_s
+        with self._lock:
+            if self._clock() - self._asked >= limit:
+                self._take(self._ask())
+            return self._layout
+
+    def tell(self, layout: Layout) -> None:
+        """Hear of a layout, from whoever knows it without being asked."""
+        with self._lock:
+            self._take(layout)
+
+    def _take(self, layout: Layout) -> None:
+        self._layout = layout
+        self._units = {unit.name: unit for unit in layout.units}
+        self._asked = self._clock()
+
+    def find(self, name: str) -> UnitAddress:
+        """Return a unit, whatever its state.
+
+        Raises
+        ------
+        UnitLost
+            There is none of this name.
+        """
+        found = self._units.get(name)
+        if found is None:
+            self.layout(_AGAIN_S)
+            found = self._units.get(name)
+        if found is None:
+            raise UnitLost(
+                "the store's cluster has no such unit",
+                subject=f"unit {name}",
+                remedy="bring back the node that has its folder; else discard what is on it",
+            )
+        return found
+
+    def is_lost(self, name: str) -> bool:
+        """Tell whether a unit is gone for good, as far as is known."""
+        try:
+            return self.find(name).state == "lost"
+        except UnitLost:
+            return True
+
+    def is_here(self, name: str) -> bool:
+        """Tell whether a unit is of this process's node."""
+        return self.find(name).node == self.node
+
+    def endpoint(self, name: str) -> str:
+        """Return where a unit listens for this process; asked anew, for connections are seldom.
+
+        Raises
+        ------
+        UnitLost
+            It will not come back.
+        StorageUnreachable
+            It may.
+        """
+        self.layout(_AGAIN_S)
+        unit = self.find(name)
+        if unit.state == "lost":
+            raise lost(unit)
+        if unit.state == "restarting":
+            raise StorageUnreachable(
+                f"is being started anew on node {unit.node_name}", subject=f"unit {name}"
+            )
+        return unit.local if unit.node == self.node else unit.remote
+
+    def live(self) -> list[str]:
+        """Return the names of units that can be asked, sorted."""
+        units = self.layout().units
+        return sorted(u.name for u in units if u.state in ("live", "draining"))
+
+    def order(self, incarnation: Incarnation) -> list[str]:
+        """Return the units that may take a session's Steps, its home first while that can."""
+        weights = {u.name: u.weight for u in self.layout().units if u.state == "live"}
+        home = incarnation.home
+        found = rank(incarnation.path, weights)
+        known = self._units.get(home)
+        if known is None or known.state == "lost":
+            return found
+        return [home, *(unit for unit in found if unit != home)]
+
+
+def lost(unit: UnitAddress) -> UnitLost:
+    """Return the error of a unit that will not come back."""
+    return UnitLost(
+        f"was lost with node {unit.node_name}",
+        subject=f"unit {unit.name}",
+        remedy=f"bring back the node that has {unit.folder}; else discard what was on it",
+    )
