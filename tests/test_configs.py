@@ -15,7 +15,7 @@ import tq_fs
 from tests._rollouts import assert_batch, record, specs, standard_fields
 from tq_fs import StoreConfig, TierConfig
 from tq_fs.backends._s3 import OPTIONS as KNOWN_OPTIONS
-from tq_fs.store import _LOCAL, _REMOTE
+from tq_fs.embedded import reader_threads, writer_threads
 
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
 NAMES = ("local-nvme", "s3", "minio", "tiered")
@@ -83,7 +83,10 @@ def test_every_key_tells_its_default(name: str) -> None:
 def chosen_by(name: str) -> dict[str, str]:
     """Return what is chosen by the kind of store where nothing is said, in the comments' words."""
     local = name == "local-nvme"
-    threads = {key: str(count) for key, count in (_LOCAL if local else _REMOTE).items()}
+    threads = {
+        "reader_threads": str(reader_threads(StoreConfig(), remote=not local)),
+        "writer_threads": str(writer_threads(StoreConfig(), remote=not local)),
+    }
     return threads | {
         "layout": "full" if local else "compact",
         "persist_trajectories": "off" if local else "on",

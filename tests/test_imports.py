@@ -21,7 +21,7 @@ PACKAGE = Path(tq_fs.__file__).parent
 # ``tq_fs`` is the package's own ``__init__``.
 LAYERS = (
     ("errors",),
-    ("keys", "fields", "budget", "cache", "memory", "storage_options"),
+    ("keys", "fields", "budget", "cache", "memory", "storage_options", "placement"),
     ("config",),
     ("model_config", "narrow"),
     ("steps",),
@@ -29,18 +29,19 @@ LAYERS = (
     ("manifests",),
     ("trajectory",),
     ("plan", "storage_unit", "claim", "store_folder", "channel"),
-    ("recovery", "released", "served"),
+    ("recovery", "released", "served", "units"),
     ("places",),
     ("controller", "writer", "placing"),
     ("reader",),
-    ("hydrate", "session"),
+    ("hydrate", "session", "embedded"),
     ("micro_batches",),
     ("store",),
     ("tq_fs",),
+    ("cluster",),
     ("testing", "bench", "demo"),
     ("cli",),
 )
-EDGES = {"testing", "bench", "demo", "cli"}
+EDGES = {"cluster", "testing", "bench", "demo", "cli"}
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 
 STORAGE = {"aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "obstore", "s3fs"}

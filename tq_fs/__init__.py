@@ -22,7 +22,7 @@ trainer reads the rows and layers it needs and gets bit-identical tensors.
 """
 
 from tq_fs import errors
-from tq_fs.config import StoreConfig, TierConfig
+from tq_fs.config import ClusterConfig, StoreConfig, TierConfig
 from tq_fs.fields import FieldSpec, logprobs, routed_experts
 from tq_fs.hydrate import Arena
 from tq_fs.micro_batches import MicroBatch, MicroBatches
@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Arena",
+    "ClusterConfig",
     "FieldSpec",
     "MicroBatch",
     "MicroBatches",

@@ -25,7 +25,8 @@ class TierConfig:
     ----------
     folder
         Absolute folder on the node's NVMe. Every node has its own; runs may share it, because each
-        store takes a folder named by its ``store_id`` below it.
+        store takes a folder named by its ``store_id`` below it. In a cluster its units' folders
+        take its place.
     policy
         ``write-back``: a Step is acknowledged when it is on NVMe and uploaded behind; finalizing
         its session waits for that. ``write-through``: acknowledged when the object store has it.
@@ -75,6 +76,114 @@ class TierConfig:
                 subject="tier.low_water, tier.high_water",
                 remedy="0 < low_water <= high_water <= 1",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """A store on the nodes of a Ray cluster.
+
+    Attributes
+    ----------
+    paths
+        Absolute folders on each node, one StorageUnit in each: one for each NVMe device. ``{node}``
+        stands for the node's name, where nodes share a file system. None without units: Steps go to
+        the object store directly.
+    nodes
+        ``all``: every node, those that join later too; or a list of names, ids or addresses of
+        nodes; or a mapping of such to the folders there.
+    host
+        Address at which units listen for other nodes; empty for the node's own.
+    port
+        First port of a node's units, which take the following ones; 0 for any that is free.
+    encryption
+        ``tls``: what crosses nodes is encrypted, and nobody else may ask; ``none``: for private
+        networks.
+    budget_bytes
+        Of each unit: bytes of Steps that it has received and not stored yet.
+    deadline_s
+        Seconds that a Step waits for its part of that.
+    full_deadline_s
+        Seconds that a Step waits for room while all units are full.
+    writers
+        Steps that a unit writes at once.
+    lanes
+        Connections to a unit: at least one for each thread that writes or reads, of all processes.
+    start_s
+        Seconds that the cluster may take to start.
+    lease_s
+        Seconds for which a process that records, or trains, is believed to live without a sign.
+    grace_s
+        Seconds after that for which its open sessions are left alone.
+    sweep_s
+        Seconds between sweeps for what nobody refers to; 0 for none.
+    retention_s
+        Seconds after which a session is deleted that nobody released and no live consumer awaits;
+        None for never.
+    """
+
+    paths: tuple[str, ...] = ()
+    nodes: str | tuple[str, ...] | Mapping[str, tuple[str, ...]] = "all"
+    host: str = ""
+    port: int = 0
+    encryption: str = "tls"
+    budget_bytes: int = 512 * MiB
+    deadline_s: float = 60.0
+    full_deadline_s: float = 60.0
+    writers: int = 4
+    lanes: int = 1024
+    start_s: float = 120.0
+    lease_s: float = 30.0
+    grace_s: float = 600.0
+    sweep_s: float = 600.0
+    retention_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense."""
+        _check_choice("cluster.encryption", self.encryption, ("tls", "none"))
+        for name in ("budget_bytes", "writers", "lanes"):
+            _check_whole(f"cluster.{name}", getattr(self, name), 1)
+        _check_whole("cluster.port", self.port, 0)
+        numbers = ("deadline_s", "full_deadline_s", "start_s", "lease_s", "grace_s", "sweep_s")
+        for name in numbers:
+            _check_number(f"cluster.{name}", getattr(self, name))
+        if self.retention_s is not None:
+            _check_number("cluster.retention_s", self.retention_s)
+        for path in (*self.paths, *(p for _, paths in self._by_node() for p in paths)):
+            if not isinstance(path, str) or not path.startswith("/"):
+                raise InvalidConfig(f"{path!r} is no absolute folder", subject="cluster.paths")
+        if isinstance(self.nodes, str):
+            _check_choice("cluster.nodes", self.nodes, ("all",))
+
+    def _by_node(self) -> list[tuple[str, tuple[str, ...]]]:
+        return list(self.nodes.items()) if isinstance(self.nodes, Mapping) else []
+
+    @property
+    def has_units(self) -> bool:
+        """Whether Steps lie on nodes at all."""
+        return bool(self.paths or self._by_node())
+
+    def folders(self, *names: str) -> tuple[str, ...]:
+        """Return the folders for units of a node, by any of its names; the first is its own."""
+        chosen: tuple[str, ...] = ()
+        if self.nodes == "all" or (isinstance(self.nodes, tuple) and {*names} & {*self.nodes}):
+            chosen = self.paths
+        for node, paths in self._by_node():
+            if node in names:
+                chosen = paths
+        return tuple(path.replace("{node}", names[0]) for path in chosen)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ClusterConfig:
+        """Make one from plain values."""
+        plain = _known(cls, values, "cluster")
+        if isinstance(plain.get("paths"), list):
+            plain["paths"] = tuple(plain["paths"])
+        nodes = plain.get("nodes")
+        if isinstance(nodes, list):
+            plain["nodes"] = tuple(nodes)
+        if isinstance(nodes, Mapping):
+            plain["nodes"] = {node: tuple(paths) for node, paths in nodes.items()}
+        return cls(**plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +243,8 @@ class StoreConfig:
         Seconds without an answer after which a request counts as failed.
     tier
         Local NVMe before an object store; None for none.
+    cluster
+        For :func:`tq_fs.cluster.start`: units on the nodes of a Ray cluster.
     """
 
     url: str | None = None
@@ -156,6 +267,7 @@ class StoreConfig:
     retry_deadline_s: float = 60.0
     request_timeout_s: float = 30.0
     tier: TierConfig | None = None
+    cluster: ClusterConfig | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense."""
@@ -196,6 +308,8 @@ class StoreConfig:
             if "folder" not in tier:
                 raise InvalidConfig("is missing", subject="tier.folder")
             plain["tier"] = TierConfig(**tier)
+        if isinstance(plain.get("cluster"), Mapping):
+            plain["cluster"] = ClusterConfig.of(plain["cluster"])
         options = plain.get("storage_options")
         if options is None or isinstance(options, dict):
             plain["storage_options"] = StorageOptions(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -102,6 +102,85 @@ def open_places(
     return _open_object_store(url, config, read_only=read_only, opened=opened, create=create)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlace:
+    """The folder of a cluster's StorageUnit, taken. It belongs to the ExitStack.
+
+    Attributes
+    ----------
+    steps
+        What the unit serves: its folder, or that in front of the object store.
+    front
+        Its folder.
+    claim
+        What the folder says of itself.
+    """
+
+    steps: Backend
+    front: LocalBackend
+    claim: StoreDocument
+
+
+def open_unit_place(folder: str, config: StoreConfig, name: str, *, opened: ExitStack) -> UnitPlace:
+    """Take a folder for a StorageUnit, and make it where there is none.
+
+    Parameters
+    ----------
+    folder
+        Absolute; the store's own is made in it.
+    config
+        With a URL of an object store the folder becomes a tier in front of it.
+    name
+        For a unit that is new.
+
+    Raises
+    ------
+    StoreBusy, WrongStore, InvalidConfig
+        Another process has it, or it is something else.
+    BucketMissing, StorageDenied, StorageFailed
+        The object store cannot be used.
+    """
+    root = Path(folder) / component(config.store_id)
+    objects = open_objects(config, opened=opened, read_only=False)
+    before = objects.url if objects is not None else ""
+    front = _open_local(root, config, read_only=False, opened=opened)
+    claim = claim_folder(front, config.store_id, read_only=False, before=before, unit=name)
+    if objects is None:
+        return UnitPlace(steps=front, front=front, claim=claim)
+    tier = config.tier or TierConfig(folder=folder)
+    steps = _tiered(front, objects, config, replace(tier, folder=folder), opened=opened)
+    steps.recover()
+    return UnitPlace(steps=steps, front=front, claim=claim)
+
+
+def open_unit_files(root: str, config: StoreConfig, *, opened: ExitStack) -> Backend:
+    """Open a unit's folder for reading, beside the unit that writes there.
+
+    Raises
+    ------
+    ObjectMissing, StorageDenied
+        This process cannot see it.
+    """
+    front = _open_local(Path(root), config, read_only=True, opened=opened)
+    objects = open_objects(config, opened=opened, read_only=True)
+    if objects is None:
+        return front
+    folder = str(Path(root).parent)
+    tier = replace(config.tier or TierConfig(folder=folder), folder=folder)
+    return _tiered(front, objects, config, tier, opened=opened)
+
+
+def open_objects(
+    config: StoreConfig, *, opened: ExitStack, read_only: bool
+) -> ObjectBackend | None:
+    """Open the object store that a cluster's store ends in; None where its units keep all."""
+    if config.url is None:
+        return None
+    backend = _open_objects(config.url, config, opened=opened)
+    _identify(backend, config.store_id, create=True, read_only=read_only)
+    return backend
+
+
 def _check_there(root: Path) -> None:
     if not (root / STORE_FILE).is_file():
         raise _no_store(str(root))
@@ -170,15 +249,7 @@ def _open_local(
 def _open_object_store(
     url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack, create: bool
 ) -> Places:
-    name = component(config.store_id)
-    backend = open_object_backend(
-        f"{url.rstrip('/')}/{name}",
-        driver=config.driver,
-        options=config.storage_options,
-        retry=Retry(deadline_s=config.retry_deadline_s),
-        timeout_s=config.request_timeout_s,
-    )
-    opened.callback(backend.close)
+    backend = _open_objects(url, config, opened=opened)
     _identify(backend, config.store_id, create=create, read_only=read_only)
     steps: Backend = backend
     if config.tier is not None:
@@ -194,6 +265,18 @@ def _open_object_store(
         fence=claim.check if claim is not None else _nothing,
         confirm=_nothing,
     )
+
+
+def _open_objects(url: str, config: StoreConfig, *, opened: ExitStack) -> ObjectBackend:
+    backend = open_object_backend(
+        f"{url.rstrip('/')}/{component(config.store_id)}",
+        driver=config.driver,
+        options=config.storage_options,
+        retry=Retry(deadline_s=config.retry_deadline_s),
+        timeout_s=config.request_timeout_s,
+    )
+    opened.callback(backend.close)
+    return backend
 
 
 def _open_served(url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack) -> Places:
@@ -266,9 +349,24 @@ def _open_tier(
         found = claim_folder(front, config.store_id, read_only=read_only, before=back.url)
         if not read_only:
             write_claim(front, found)
+    backend = _tiered(front, back, config, tier, opened=opened)
+    if not read_only:
+        backend.recover()
+    return backend
+
+
+def _tiered(
+    front: LocalBackend | None,
+    back: ObjectBackend,
+    config: StoreConfig,
+    tier: TierConfig,
+    *,
+    opened: ExitStack,
+) -> TieredBackend:
     cache = None
     if tier.cache_bytes:
-        cache = NodeCache(Path(tier.folder) / CACHES / root.name, tier.cache_bytes)
+        name = component(config.store_id)
+        cache = NodeCache(Path(tier.folder) / CACHES / name, tier.cache_bytes)
     backend = TieredBackend(
         front,
         back,
@@ -283,6 +381,4 @@ def _open_tier(
         cache=cache,
     )
     opened.callback(backend.close)
-    if not read_only:
-        backend.recover()
     return backend

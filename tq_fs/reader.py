@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tq_fs.backends import Backend
+from tq_fs.backends import Readable
 from tq_fs.cache import ChunkCache
 from tq_fs.errors import (
     CorruptError,
@@ -78,7 +78,7 @@ class SegmentReader:
     def __init__(
         self,
         resolve: Resolve,
-        backends: Mapping[str, Backend],
+        backends: Mapping[str, Readable],
         *,
         pool: Executor | None,
         threads: int,

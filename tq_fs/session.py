@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from tq_fs.controller import Controller
+from tq_fs.controller import ControllerCalls
 from tq_fs.manifests import View
 from tq_fs.trajectory import (
     ClosedSession,
@@ -47,7 +47,7 @@ class Session:
         self,
         trajectory: Trajectory,
         writer: StepWriter,
-        controller: Controller | None,
+        controller: ControllerCalls | None,
         store_id: str,
         *,
         check_open: Callable[[], None],

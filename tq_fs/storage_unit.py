@@ -86,8 +86,8 @@ class Units(Protocol):
     def withdraw(self, key: StepKey) -> None:
         """Remove what a put that failed, or that nobody recorded, may have left; idempotent."""
 
-    def settle(self, incarnation: Incarnation, units: Collection[str]) -> None:
-        """Return once an incarnation's Steps on these units lie where the policy wants them."""
+    def settle(self, incarnation: Incarnation, steps: Collection[StepEntry]) -> None:
+        """Return once Steps of an incarnation lie where the policy wants them."""
 
     def cool(self, places: Iterable[Located]) -> None:
         """Hear that Steps will hardly be read again."""
@@ -161,7 +161,7 @@ class StorageUnit:
         """Remove what a put may have left; idempotent."""
         self.backend.delete(key.path)
 
-    def settle(self, incarnation: Incarnation, units: Collection[str]) -> None:  # noqa: ARG002
+    def settle(self, incarnation: Incarnation, steps: Collection[StepEntry]) -> None:  # noqa: ARG002
         """Return once an incarnation's Steps lie where the policy wants them."""
         self.backend.settle(f"steps/{incarnation.path}")
 

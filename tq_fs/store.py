@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from tq_fs.budget import ByteBudget
 from tq_fs.cache import ChunkCache
 from tq_fs.config import StoreConfig
 from tq_fs.controller import Controller
+from tq_fs.embedded import UNIT, Parts, open_embedded, reader_pool, reader_threads, writer_threads
 from tq_fs.errors import (
     InvalidConfig,
     InvalidSelection,
@@ -35,7 +35,6 @@ from tq_fs.memory import mapped_empty
 from tq_fs.micro_batches import MicroBatches, by_budget, by_count
 from tq_fs.places import open_places
 from tq_fs.plan import Range
-from tq_fs.reader import SegmentReader
 from tq_fs.recovery import Recovery
 from tq_fs.session import Session
 from tq_fs.steps import EncodeOptions
@@ -46,9 +45,7 @@ from tq_fs.writer import StepWriter
 if TYPE_CHECKING:
     import torch
 
-UNIT = "local"
-_LOCAL = {"writer_threads": 2, "reader_threads": 2}
-_REMOTE = {"writer_threads": 8, "reader_threads": 16}  # they wait for the network, mostly
+Open = Callable[[ChunkCache, ExitStack], Parts]
 
 
 def open_store(
@@ -100,8 +97,15 @@ def open_store(
     )
     selected = f.select(fields, merged.transfer)
     if url is None or not selected:
-        return Store(merged, fields, frozenset(), None, now_ns=now_ns)
-    return Store(merged, fields, selected, url, read_only=read_only, now_ns=now_ns)
+        return Store(merged, fields, frozenset(), None)
+
+    def parts(cache: ChunkCache, opened: ExitStack) -> Parts:
+        return open_embedded(
+            url, merged, read_only=read_only, now_ns=now_ns, cache=cache, opened=opened
+        )
+
+    remote = not url.startswith("file:")
+    return Store(merged, fields, selected, parts, remote=remote)
 
 
 def recover_store(
@@ -128,7 +132,7 @@ def recover_store(
     config = config or StoreConfig()
     with ExitStack() as opened:
         places = open_places(url, config, read_only=dry_run, opened=opened, create=False)
-        pool = opened.enter_context(ThreadPoolExecutor(_REMOTE["reader_threads"], "tq-fs-reader"))
+        pool = reader_pool(reader_threads(config, remote=True), opened)
         controller = Controller(
             Catalog(places.documents, config.store_id, cache_bytes=config.manifest_cache_bytes),
             StorageUnit(places.steps, config.store_id, name=UNIT, options=EncodeOptions()),
@@ -169,18 +173,12 @@ class Store:
         config: StoreConfig,
         fields: Sequence[FieldSpec],
         selected: frozenset[str],
-        url: str | None,
+        parts: Open | None,
         *,
-        read_only: bool = False,
-        now_ns: Callable[[], int] = time.time_ns,
+        remote: bool = False,
     ) -> None:
         self.config = config
-        self.recovery = Recovery()
-        self.url: str | None = None
-        self.location: Path | None = None
         self._specs = tuple(fields)
-        self._now_ns = now_ns
-        self._read_only = read_only
         self._numbers = itertools.count(1)
         self._closed = False
         self._pid = os.getpid()
@@ -192,15 +190,19 @@ class Store:
                 clock=time.monotonic,
                 subject=f"Steps on their way to store {config.store_id!r}",
             )
-            self._ahead = opened.enter_context(ThreadPoolExecutor(1, "tq-fs-prefetch"))
-            remote = url is not None and not url.startswith("file:")
-            writers = config.writer_threads or (_REMOTE if remote else _LOCAL)["writer_threads"]
-            self._writers = opened.enter_context(ThreadPoolExecutor(writers, "tq-fs-writer"))
             self.cache = ChunkCache(config.cache_bytes)
-            self._controller: Controller | None = None
-            self.reader: SegmentReader | None = None
-            unit = self._open(url, opened) if url is not None else None
-            self._writer = StepWriter(unit, selected, pool=self._writers, budget=self._budget)
+            made = parts(self.cache, opened) if parts is not None else None
+            threads = writer_threads(config, remote=remote)
+            writers = opened.enter_context(ThreadPoolExecutor(threads, "tq-fs-writer"))
+            self._ahead = opened.enter_context(ThreadPoolExecutor(1, "tq-fs-prefetch"))
+            units = made.units if made else None
+            self.url = made.url if made else None
+            self.location = made.location if made else None
+            self.recovery = made.recovery if made else Recovery()
+            self.reader = made.reader if made else None
+            self._controller = made.controller if made else None
+            self._read_only = made is not None and units is None
+            self._writer = StepWriter(units, selected, pool=writers, budget=self._budget)
             self._hydrator = Hydrator(self._specs, self.reader)
             self._closing = opened.pop_all()
 
@@ -448,52 +450,6 @@ class Store:
     ) -> None:
         """Close the store."""
         self.close()
-
-    def _open(self, url: str, opened: ExitStack) -> StorageUnit | None:
-        """Take where the store lies, read the manifests and make the parts that work on them."""
-        config = self.config
-        places = open_places(url, config, read_only=self._read_only, opened=opened)
-        opened.callback(self._writers.shutdown)  # before the backends go
-        self.url, self.location = places.url, places.folder
-        threads = config.reader_threads or (_REMOTE if places.remote else _LOCAL)["reader_threads"]
-        pool = None
-        if threads > 1:
-            pool = opened.enter_context(ThreadPoolExecutor(threads - 1, "tq-fs-reader"))
-        catalog = Catalog(
-            places.documents, config.store_id, cache_bytes=config.manifest_cache_bytes
-        )
-        unit = None
-        if not self._read_only:
-            compact = config.layout == "compact" or (config.layout == "auto" and places.remote)
-            options = EncodeOptions(
-                checksum=config.checksum, layer_groups=config.layer_groups, compact=compact
-            )
-            unit = StorageUnit(places.steps, config.store_id, name=UNIT, options=options)
-        persist = config.persist_trajectories
-        self._controller = Controller(
-            catalog,
-            unit,
-            epoch=places.epoch,
-            now_ns=self._now_ns,
-            persist=places.remote if persist is None else persist,
-            fence=places.fence,
-            pool=pool if places.remote else None,
-        )
-        if unit is None:
-            self.recovery = self._controller.load()
-        else:
-            self.recovery = self._controller.recover()
-            places.confirm()  # last: on a full disk the sweep has made room
-            opened.callback(self._controller.close)
-        opened.callback(self._ahead.shutdown)  # before what it reads with goes
-        self.reader = SegmentReader(
-            self._controller.resolve,
-            {UNIT: places.steps},
-            pool=pool,
-            threads=threads,
-            cache=self.cache,
-        )
-        return unit
 
 
 def _refs(items: Iterable[str | Segment | Sample]) -> Iterator[str]:

@@ -87,7 +87,7 @@ def _lock(fd: int, root: Path) -> None:
 
 
 def claim_folder(
-    backend: LocalBackend, store_id: str, *, read_only: bool, before: str = ""
+    backend: LocalBackend, store_id: str, *, read_only: bool, before: str = "", unit: str = ""
 ) -> StoreDocument:
     """Check that a folder is this store's, or make it so.
 
@@ -95,6 +95,9 @@ def claim_folder(
     ----------
     before
         URL of the store that the folder is the front of; empty where it is the store itself.
+    unit
+        Name of the StorageUnit whose folder it becomes where it is new; empty for a folder that is
+        no unit's. A unit's folder keeps the name it was given first.
 
     Returns
     -------
@@ -113,7 +116,9 @@ def claim_folder(
     except ObjectMissing:
         if read_only:
             raise
-        found = StoreDocument(schema=STORE_SCHEMA, store_id=store_id, epoch=0, before=before)
+        found = StoreDocument(
+            schema=STORE_SCHEMA, store_id=store_id, epoch=0, before=before, unit=unit
+        )
         write_claim(backend, found)
     if found.store_id != store_id:
         raise WrongStore(f"is store {found.store_id!r}, not {store_id!r}", subject=subject)
@@ -123,7 +128,19 @@ def claim_folder(
             subject=subject,
             remedy="give each store a folder of its own",
         )
+    if bool(found.unit) != bool(unit):
+        raise WrongStore(
+            f"is {_owner(found.unit)}, not {_owner(unit)}",
+            subject=subject,
+            remedy="open a cluster's store with tq_fs.cluster, and give each unit a folder",
+        )
+    if unit:
+        return found  # its epoch is the Controller's
     return found if read_only else msgspec.structs.replace(found, epoch=found.epoch + 1)
+
+
+def _owner(unit: str) -> str:
+    return "the folder of a cluster's StorageUnit" if unit else "a store of one process"
 
 
 def _role(before: str) -> str:

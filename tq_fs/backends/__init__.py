@@ -1,6 +1,6 @@
 """Where bytes rest. A backend has never heard of a Step or a manifest."""
 
-from tq_fs.backends._base import COMMIT, Backend, Buffer, ObjectReader, Stamping
+from tq_fs.backends._base import COMMIT, Backend, Buffer, ObjectReader, Readable, Stamping
 from tq_fs.backends._errors import check_key, mapped
 from tq_fs.backends._files import LocalObject
 from tq_fs.backends._forks import PerProcess, leave_to_parent
@@ -26,6 +26,7 @@ __all__ = [
     "ObjectReader",
     "ObstoreBackend",
     "PerProcess",
+    "Readable",
     "Retry",
     "Stamping",
     "TieredBackend",

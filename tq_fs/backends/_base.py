@@ -38,6 +38,20 @@ class ObjectReader(Protocol):
         """Close the object."""
 
 
+class Readable(Protocol):
+    """What a reader of Steps needs of a :class:`Backend`."""
+
+    @property
+    def request_bytes(self) -> int:
+        """Size of a read that is large enough to run at full speed."""
+
+    def open(self, key: str) -> ObjectReader:
+        """Open an object for ranged reads."""
+
+    def distrust(self, key: str) -> bool:
+        """Hear that what was read of an object is not what was written."""
+
+
 class Backend(Protocol):
     """Write-once groups of objects, and small replaceable ones, under keys of plain text.
 

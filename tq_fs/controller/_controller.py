@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from tq_fs.backends import Backend
 from tq_fs.controller._finish import draft_manifest, finish
 from tq_fs.controller._leases import Leases
 from tq_fs.controller._releases import Freed, Releases
@@ -239,6 +240,22 @@ class Controller:
             )
         return found
 
+    def manifests(self, refs: Iterable[str]) -> list[bytes | TqFsError]:
+        """Return the manifest of each reference's session, or why there is none.
+
+        For processes that resolve by themselves: a batch is one call, and nothing is decoded here.
+        """
+        return [self._packed(ref) for ref in refs]
+
+    def _packed(self, ref: str) -> bytes | TqFsError:
+        try:
+            parsed = SegmentRef.parse(ref)
+            if parsed.incarnation in self._dying:
+                return self._catalog.absent(parsed)
+            return self._catalog.packed(parsed)
+        except TqFsError as error:
+            return error
+
     def resolve(self, refs: Iterable[str]) -> list[Resolved]:
         """Return what references stand for, in their order.
 
@@ -253,6 +270,25 @@ class Controller:
     ) -> Iterator[str]:
         """Yield the references that a consumer, or any consumer, has still to release."""
         return self._releases.pending(consumer, partition)
+
+    def some_unreleased(
+        self, consumer: str | None, partition: str | None, after: str, limit: int
+    ) -> tuple[list[str], bool]:
+        """Return references as :meth:`unreleased` does, in parts, and whether they were the last.
+
+        Parameters
+        ----------
+        after
+            The last reference of the part before; empty for the first part.
+        limit
+            References at most, but all of a session's that begins within.
+        """
+        last = SegmentRef.parse(after).incarnation if after else None
+        return self._releases.some_pending(consumer, partition, last, limit)
+
+    def count(self) -> int:
+        """Return how many sessions there are of which something is needed."""
+        return len(self._releases.known())
 
     # ------------------------------------------------------------ release
 
@@ -467,6 +503,21 @@ class Controller:
         self._tidy_all(loaded, keep=self._is_spared)
         self._catalog.flush(self._epoch)
         return replace(loaded.summary(), unreadable=tuple(self._start.unreadable))
+
+    def learn(self, documents: Backend) -> Recovery:
+        """Take in the manifests of a unit that has joined, or is there again.
+
+        Parameters
+        ----------
+        documents
+            What lies on it.
+        """
+        if self._tombstones is not None:
+            for stone in self._tombstones.all():
+                self._resume(stone.incarnation, stone.units)
+        loaded = self._start.load(within=documents)
+        self._tidy_all(loaded, keep=self._is_spared)
+        return self._summary(loaded)
 
     def _resume(self, incarnation: Incarnation, units: Collection[str]) -> None:
         """Go on with a deletion that another Controller has begun."""

@@ -61,7 +61,7 @@ def finish(
     trajectory = None
     if keep is not None:
         trajectory = encode_trajectory(trajectory_document(store_id, session))
-    units.settle(session.incarnation, {s.unit for s in draft.steps})
+    units.settle(session.incarnation, draft.steps)
     if keep is not None and trajectory is not None:
         keep(trajectory)
     manifest = publish(draft)

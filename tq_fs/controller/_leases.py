@@ -17,6 +17,7 @@ class _Holder:
     until: float
     paths: set[str] = field(default_factory=set)
     consumers: frozenset[str] = frozenset()
+    is_complete: bool = False  # it has said what it holds
 
 
 class Leases:
@@ -56,16 +57,16 @@ class Leases:
         Returns
         -------
         bool
-            Whether the holder was known; if not, it has to say what it holds.
+            Whether all that the holder holds is known; if not, it has to say it.
         """
         with self._lock:
-            known = holder in self._holders
             found = self._holders.setdefault(holder, _Holder(0.0))
             found.until = self._clock() + self.lease_s
             found.consumers = frozenset(consumers)
             if paths is not None:
                 self._hold(holder, found, paths)
-            return known or paths is not None
+                found.is_complete = True
+            return found.is_complete
 
     def open(self, path: str, holder: str) -> None:
         """Note that a holder records a session."""

@@ -102,6 +102,21 @@ class Releases:
             if partition in (None, incarnation.partition):
                 yield from self._pending(incarnation, consumer)
 
+    def some_pending(
+        self, consumer: str | None, partition: str | None, after: Incarnation | None, limit: int
+    ) -> tuple[list[str], bool]:
+        """Return references of sessions behind `after`, in the order of their ids."""
+        found: list[str] = []
+        known = sorted(self.known(), key=_in_order)
+        for incarnation in known:
+            if after is not None and _in_order(incarnation) <= _in_order(after):
+                continue
+            if len(found) >= limit:
+                return found, False
+            if partition in (None, incarnation.partition):
+                found += self._pending(incarnation, consumer)
+        return found, True
+
     def _pending(self, incarnation: Incarnation, consumer: str | None) -> Iterator[str]:
         manifest = self._catalog.manifest(incarnation)
         with self._lock:
@@ -227,6 +242,10 @@ class Releases:
             },
         )
         self._catalog.put_state(incarnation, state)
+
+
+def _in_order(incarnation: Incarnation) -> tuple[str, Incarnation]:
+    return incarnation.incarnation_id, incarnation
 
 
 def _freed(

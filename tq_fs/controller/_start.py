@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+from tq_fs.backends import Backend
 from tq_fs.controller._releases import Releases
 from tq_fs.errors import ConflictError, CorruptError, InvalidKey, InvalidSegment
 from tq_fs.keys import Incarnation
@@ -49,11 +50,21 @@ class Start:
         self._keep = keep
         self._pool = pool
 
-    def load(self, *, trust: bool = True) -> Loaded:
-        """Learn of all manifests; without opening those that a page tells of, if it is trusted."""
+    def load(self, *, trust: bool = True, within: Backend | None = None) -> Loaded:
+        """Learn of all manifests; without opening those that a page tells of, if it is trusted.
+
+        Parameters
+        ----------
+        within
+            Only of those that lie there and are not known yet.
+        """
         loaded = Loaded(Wanted(self._places))
         pages = self._catalog.known() if trust else {}  # first: what is written later is listed
-        for entry, found in self._read_all(pages):
+        entries = self._catalog.entries(within)
+        if within is not None:
+            known = {incarnation.path for incarnation in self._releases.known()}
+            entries = (entry for entry in entries if entry.path not in known)
+        for entry, found in self._read_all(entries, pages):
             if found is None:
                 loaded.abandoned.add(entry.path)  # a finalize that was not finished
             elif isinstance(found, _Recalled):
@@ -142,15 +153,14 @@ class Start:
         return True
 
     def _read_all(
-        self, pages: Mapping[str, tuple[str, bytes]]
+        self, entries: Iterator[Entry], pages: Mapping[str, tuple[str, bytes]]
     ) -> Iterator[tuple[Entry, _Recalled | Found | Exception | None]]:
-        """Yield all manifests with their states, read side by side where there is a pool."""
+        """Yield manifests with their states, read side by side where there is a pool."""
 
         def read(entry: Entry) -> tuple[Entry, _Recalled | Found | Exception | None]:
             found = self._recall(entry, *pages[entry.path]) if entry.path in pages else None
             return entry, found or self._read(entry.path, entry.names) or self._read(entry.path)
 
-        entries = self._catalog.entries()
         while some := list(itertools.islice(entries, _BATCH)):
             yield from self._pool.map(read, some) if self._pool is not None else map(read, some)
 

@@ -1,10 +1,11 @@
 """What a reference means: versioned JSON documents, their checks, and the catalog of a store."""
 
-from tq_fs.manifests._catalog import MANIFEST, TRAJECTORY, Catalog, Entry, Found, Resolved, fetch
+from tq_fs.manifests._catalog import MANIFEST, TRAJECTORY, Catalog, Entry, Found, fetch
 from tq_fs.manifests._check import check_manifest, check_segment
 from tq_fs.manifests._page import PAGE_SCHEMA, Noted, decode_page, encode_page, note, noted
 from tq_fs.manifests._pages import PAGES, Pages
 from tq_fs.manifests._seal import seal, unseal
+from tq_fs.manifests._decoded import DecodedManifest, DecodedManifests, Resolved
 from tq_fs.manifests._models import (
     MANIFEST_SCHEMA,
     SCHEMAS,
@@ -43,6 +44,8 @@ __all__ = [
     "TOMBSTONE_SCHEMA",
     "TRAJECTORY",
     "Catalog",
+    "DecodedManifest",
+    "DecodedManifests",
     "Entry",
     "Found",
     "Fragment",

@@ -21,6 +21,7 @@ from tq_fs.errors import (
 )
 from tq_fs.keys import Incarnation, SegmentRef, component
 from tq_fs.manifests._check import check_manifest
+from tq_fs.manifests._decoded import DecodedManifest, DecodedManifests, Resolved
 from tq_fs.manifests._models import (
     STATE_SCHEMA,
     Document,
@@ -39,28 +40,6 @@ TRAJECTORY = "trajectory.msgpack"
 _ROOT = "manifests"
 _PARTS = 4  # manifests / partition / session / incarnation
 _STATE = re.compile(r"state-[0-9]{8,}\.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A reference with what it stands for.
-
-    Attributes
-    ----------
-    ref
-        The reference.
-    segment
-        Its entry in the manifest.
-    steps
-        The manifest's Steps by index.
-    shared
-        Indexes of the Steps that several of its Segments refer to.
-    """
-
-    ref: SegmentRef
-    segment: SegmentEntry
-    steps: dict[int, StepEntry]
-    shared: frozenset[int]
 
 
 class Entry(NamedTuple):
@@ -89,15 +68,6 @@ class Found(NamedTuple):
     state: SessionState
 
 
-@dataclass(frozen=True, slots=True)
-class _Cached:
-    manifest: SessionManifest
-    steps: dict[int, StepEntry]
-    segments: dict[tuple[str, int], SegmentEntry]
-    shared: frozenset[int]
-    nbytes: int
-
-
 class Catalog:
     """Finds what references mean. Safe to call from many threads.
 
@@ -123,10 +93,7 @@ class Catalog:
         self._backend = backend
         self._stamping = backend if isinstance(backend, Stamping) else None
         self._pages = pages or Pages(backend, store_id)
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[Incarnation, _Cached] = OrderedDict()
-        self._cache_bytes = cache_bytes
-        self._cached_bytes = 0
+        self._decoded = DecodedManifests(cache_bytes)
 
     # ------------------------------------------------------------ write
 
@@ -152,7 +119,7 @@ class Catalog:
         data = encode(manifest)
         prefix = self._prefix(manifest.incarnation)
         self._backend.put(f"{prefix}/{MANIFEST}", data)
-        self._remember(manifest, len(data))
+        self._decoded.put(manifest, len(data))
         self._pages.hold(manifest, data, self._stamp(f"{prefix}/{MANIFEST}"))
         self._pages.turn(manifest.epoch)
 
@@ -177,9 +144,7 @@ class Catalog:
 
     def forget(self, incarnation: Incarnation) -> None:
         """Resolve nothing of an incarnation from memory any more; idempotent."""
-        with self._lock:
-            gone = self._cache.pop(incarnation, None)
-            self._cached_bytes -= gone.nbytes if gone else 0
+        self._decoded.drop(incarnation)
         self._pages.drop(incarnation)
 
     # ------------------------------------------------------------ pages
@@ -216,10 +181,26 @@ class Catalog:
         """
         self.check_store(ref)
         found = self._find(ref.incarnation)
-        segment = found.segments.get((ref.view, ref.index)) if found else None
-        if found is None or segment is None:
+        resolved = found.resolve(ref) if found is not None else None
+        if resolved is None:
             raise self.absent(ref)
-        return Resolved(ref, segment, found.steps, found.shared)
+        return resolved
+
+    def packed(self, ref: SegmentRef) -> bytes:
+        """Return the manifest of a reference's session as its file holds it, for another process.
+
+        Raises
+        ------
+        WrongStore, StaleReference, SegmentMissing
+        """
+        self.check_store(ref)
+        data = self._pages.get(ref.incarnation)
+        if data is None:
+            found = self._read(self._prefix(ref.incarnation))
+            if found is None:
+                raise self.absent(ref)
+            data = encode(found.manifest)
+        return data
 
     def check_store(self, ref: SegmentRef) -> None:
         """Refuse a reference of another store.
@@ -258,20 +239,27 @@ class Catalog:
                 remedy="finalize with persist_trajectories on",
             ) from error
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield what the Controller has written, incarnation by incarnation."""
-        for path, group in itertools.groupby(self._listing(), key=lambda item: item[0]):
+    def entries(self, within: Backend | None = None) -> Iterator[Entry]:
+        """Yield what the Controller has written, incarnation by incarnation.
+
+        Parameters
+        ----------
+        within
+            Only what lies there: a part of the catalog's own backend.
+        """
+        listing = self._listing(within or self._backend)
+        for path, group in itertools.groupby(listing, key=lambda item: item[0]):
             mine = {name: stamp for _, name, stamp in group if _is_ours(name)}
             if mine:
                 yield Entry(path, frozenset(mine), mine.get(MANIFEST, ""))
 
-    def _listing(self) -> Iterator[tuple[str, str, str]]:
+    def _listing(self, backend: Backend) -> Iterator[tuple[str, str, str]]:
         """Yield path of the incarnation, name and stamp of all that lies where documents do."""
         found: Iterator[tuple[str, str]]
-        if self._stamping is not None:
-            found = self._stamping.stamps(_ROOT)
+        if isinstance(backend, Stamping):
+            found = backend.stamps(_ROOT)
         else:
-            found = ((key, "") for key, _ in self._backend.walk(_ROOT))
+            found = ((key, "") for key, _ in backend.walk(_ROOT))
         for key, stamp in found:
             path, _, name = key[len(_ROOT) + 1 :].rpartition("/")
             if path.count("/") == _PARTS - 2:
@@ -325,18 +313,16 @@ class Catalog:
     def _prefix(self, incarnation: Incarnation) -> str:
         return f"{_ROOT}/{incarnation.path}"
 
-    def _find(self, incarnation: Incarnation) -> _Cached | None:
-        with self._lock:
-            found = self._cache.get(incarnation)
-            if found is not None:
-                self._cache.move_to_end(incarnation)
-                return found
+    def _find(self, incarnation: Incarnation) -> DecodedManifest | None:
+        found = self._decoded.get(incarnation)
+        if found is not None:
+            return found
         data = self._pages.get(incarnation)
         if data is None:
             return self._read(self._prefix(incarnation))
-        return self._remember(decode(data, SessionManifest, str(incarnation)), len(data))
+        return self._decoded.put(decode(data, SessionManifest, str(incarnation)), len(data))
 
-    def _read(self, prefix: str) -> _Cached | None:
+    def _read(self, prefix: str) -> DecodedManifest | None:
         key = f"{prefix}/{MANIFEST}"
         try:
             manifest, nbytes = self._document(key, SessionManifest)
@@ -349,7 +335,7 @@ class Catalog:
                 subject=key,
                 remedy="give each run a folder or store_id of its own",
             )
-        return self._remember(manifest, nbytes)
+        return self._decoded.put(manifest, nbytes)
 
     def _state(self, key: str) -> SessionState | None:
         try:
@@ -359,20 +345,6 @@ class Catalog:
 
     def _document(self, key: str, kind: type[Document]) -> tuple[Document, int]:
         return fetch(self._backend, key, lambda data: decode(data, kind, key))
-
-    def _remember(self, manifest: SessionManifest, nbytes: int) -> _Cached:
-        steps = {step.index: step for step in manifest.steps}
-        segments: dict[tuple[str, int], SegmentEntry] = {
-            (s.view, s.index): s for s in manifest.segments
-        }
-        entry = _Cached(manifest, steps, segments, _shared(manifest), nbytes)
-        with self._lock:
-            old = self._cache.pop(manifest.incarnation, None)
-            self._cache[manifest.incarnation] = entry
-            self._cached_bytes += nbytes - (old.nbytes if old else 0)
-            while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
-        return entry
 
     def absent(self, ref: SegmentRef) -> StaleReference | SegmentMissing:
         """Return the error of a reference whose session has no manifest."""
@@ -433,12 +405,3 @@ def _merged(states: Sequence[SessionState]) -> SessionState:
         released={c: tuple(sorted(s)) for c, s in released.items()},
         held=last.held if last else {},  # all that is held stands in each
     )
-
-
-def _shared(manifest: SessionManifest) -> frozenset[int]:
-    counts = Counter(
-        step
-        for segment in manifest.segments
-        for step in {f.step for fragments in segment.fields.values() for f in fragments}
-    )
-    return frozenset(step for step, count in counts.items() if count > 1)
