@@ -1,4 +1,4 @@
-"""A store on several units: recording, reading, releasing, and what happens when one of them ends."""
+"""A store on several units: recorded, read and released, also when one of them ends."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests._clusters import Cluster, client_of, cluster, readers_of, units_of
+from tests._clusters import Cluster, cluster, readers_of, units_of
 from tests._rollouts import (
-    VIEWS,
     assert_batch,
     record,
     refs_of,
     specs,
     standard_fields,
-    turning_rollout,
-    visible_steps,
 )
-from tq_fs.channel import Identity
-from tq_fs.errors import SegmentMissing, StoreFenced, UnitLost, WrongStore
 from tq_fs.keys import SegmentRef
 
 FIELDS = standard_fields()

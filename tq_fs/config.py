@@ -108,6 +108,8 @@ class ClusterConfig:
         Steps that a unit writes at once.
     lanes
         Connections to a unit: at least one for each thread that writes or reads, of all processes.
+    cpus
+        Of each unit and of the Controller, as Ray counts them: what it has to find free.
     start_s
         Seconds that the cluster may take to start.
     lease_s
@@ -131,6 +133,7 @@ class ClusterConfig:
     full_deadline_s: float = 60.0
     writers: int = 4
     lanes: int = 1024
+    cpus: float = 0.0
     start_s: float = 120.0
     lease_s: float = 30.0
     grace_s: float = 600.0
@@ -143,7 +146,10 @@ class ClusterConfig:
         for name in ("budget_bytes", "writers", "lanes"):
             _check_whole(f"cluster.{name}", getattr(self, name), 1)
         _check_whole("cluster.port", self.port, 0)
-        numbers = ("deadline_s", "full_deadline_s", "start_s", "lease_s", "grace_s", "sweep_s")
+        numbers = (
+            *("deadline_s", "full_deadline_s", "cpus", "start_s"),
+            *("lease_s", "grace_s", "sweep_s"),
+        )
         for name in numbers:
             _check_number(f"cluster.{name}", getattr(self, name))
         if self.retention_s is not None:
