@@ -7,18 +7,23 @@ import json
 import logging
 import logging.handlers
 import queue
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests._rollouts import run_child, short_rollout, specs, standard_fields
+from tests._rollouts import open_store, run_child, short_rollout, specs, standard_fields
 from tq_fs.backends import LocalBackend
 from tq_fs.budget import ByteBudget
+from tq_fs.cache import ChunkCache
+from tq_fs.channel import ChannelServer
+from tq_fs.channel._wire import PREFIX
 from tq_fs.errors import InvalidConfig, StorageFull
 from tq_fs.keys import Incarnation
 from tq_fs.logs import (
@@ -29,6 +34,7 @@ from tq_fs.logs import (
     configure_logs,
     log_context,
 )
+from tq_fs.reader import SegmentReader
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
 from tq_fs.trajectory import Trajectory
@@ -201,6 +207,57 @@ def test_lines_of_a_writer_thread_name_store_session_and_step(lines: Lines, tmp_
         ("run", "s 1", 0),
         ("run", "s 1", 1),
     }
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_lines_of_reading_threads_name_store_session_and_step(
+    lines: Lines, tmp_path: Path, threads: int
+) -> None:
+    class Telling(LocalBackend):
+        def open(self, key: str) -> Any:
+            lines.log.info("%s", key)
+            return super().open(key)
+
+    fields = standard_fields()
+    with open_store(tmp_path, fields) as store, ThreadPoolExecutor(1) as pool:
+        session = store.session("s 1")
+        short_rollout(fields, 0, turns=3).record(session)
+        (segment,) = session.finalize()
+        assert store.reader is not None
+        assert segment.ref is not None
+        backend = Telling(tmp_path / store.config.store_id, read_only=True)
+        reader = SegmentReader(
+            store.reader.resolve,
+            {"local": backend},
+            pool=pool if threads > 1 else None,
+            threads=threads,
+            cache=ChunkCache(0),
+        )
+        with log_context(store="run"):
+            for _ in range(20):  # so that either thread takes its share
+                reader.read(segment.ref, "logprobs")
+        backend.close()
+    told = {(x["store"], x["session"], x["step"], x["message"][-19:-13]) for x in lines.objects}
+    assert told == {("run", "s 1", i, f"{i:06d}") for i in range(3)}
+
+
+def test_lines_of_a_unit_name_the_store_and_the_unit(lines: Lines, tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path / "unit", ahead=0)
+    log = logging.getLogger("tq_fs.channel._server")
+    log.addHandler(lines.handler)
+    try:
+        endpoint = f"{tmp_path}/socket"
+        server = ChannelServer(backend, store_id="run", unit="u", local=[f"unix:{endpoint}"])
+        with closing(socket.socket(socket.AF_UNIX)) as stranger:
+            stranger.connect(endpoint)
+            stranger.sendall(bytes(PREFIX.size))
+            assert stranger.recv(1) == b""
+        server.close()
+    finally:
+        log.removeHandler(lines.handler)
+        backend.close()
+    (line,) = lines.objects
+    assert (line["store"], line["unit"], line["code"]) == ("run", "u", "protocol_mismatch")
 
 
 # ---------------------------------------------------------------- for people

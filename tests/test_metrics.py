@@ -447,19 +447,33 @@ def test_a_source_that_ends_leaves_its_counts_and_takes_its_gauges(metrics: Metr
     assert "tqfs_cache_limit_bytes" not in found(metrics)
 
 
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (StorageFailed("the disk does not answer"), "storage_failed"),
+        (Sample("tqfs_no_such_total", 1), "unexpected"),
+        (Sample("tqfs_read_seconds", 1), "unexpected"),
+        (Sample("tqfs_errors_total", 1, {"code": "x"}), "unexpected"),
+    ],
+    ids=str,
+)
 def test_a_source_that_fails_takes_none_of_the_others_away(
-    metrics: Metrics, caplog: pytest.LogCaptureFixture
+    metrics: Metrics, caplog: pytest.LogCaptureFixture, fault: Exception | Sample, code: str
 ) -> None:
     def broken() -> Iterator[Sample]:
         yield Sample("tqfs_channel_lanes", 3)
-        raise StorageFailed("the disk does not answer")
+        if isinstance(fault, Exception):
+            raise fault
+        yield fault
 
     metrics.watch(broken)
     metrics.watch(ChunkCache(7).samples)
-    assert value(metrics, "tqfs_channel_lanes") == 3
-    assert value(metrics, "tqfs_cache_limit_bytes") == 7
-    assert errors(metrics) == {("watch", "storage_failed"): 3}
-    assert "the disk does not answer" in caplog.text
+    seen = found(metrics)
+    assert seen["tqfs_channel_lanes"] == {(): 3}
+    assert seen["tqfs_cache_limit_bytes"] == {(): 7}
+    assert seen["tqfs_errors_total"] == {("watch", code): 1}
+    assert "tqfs_read_seconds" not in seen
+    assert "a source of metrics failed" in caplog.text
 
 
 def test_two_values_share_nothing() -> None:
@@ -511,17 +525,25 @@ def test_every_metric_of_the_table_is_told_by_something(tmp_path: Path, metrics:
 # ---------------------------------------------------------------- Prometheus
 
 
-def scrape(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Return what Prometheus would see."""
-    parser = pytest.importorskip("prometheus_client.parser")
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain")
+TEXT, OPEN = "text/plain", "application/openmetrics-text"
+
+
+def scrape(url: str, kind: str = TEXT) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return what Prometheus would see, in the format that it asks for."""
+    from prometheus_client import parser
+    from prometheus_client.openmetrics import parser as strict
+
+    request = urllib.request.Request(url, headers={"Accept": f"{kind};version=1.0.0"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.headers["Content-Type"].startswith(kind)
         text = answer.read().decode()
-    families = parser.text_string_to_metric_families(text)
+    parsing = {TEXT: parser, OPEN: strict}[kind]
+    families = parsing.text_string_to_metric_families(text)
     return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
 
 
-def test_the_endpoint_serves_what_is_counted_at_each_moment() -> None:
+@pytest.mark.parametrize("kind", [TEXT, OPEN])
+def test_the_endpoint_serves_what_is_counted_at_each_moment(kind: str) -> None:
     pytest.importorskip("prometheus_client")
     metrics = Metrics('r"1', unit="u", role="unit")
     mine = {("store", 'r"1'), ("unit", "u"), ("role", "unit")}
@@ -530,7 +552,7 @@ def test_the_endpoint_serves_what_is_counted_at_each_moment() -> None:
     error = frozenset({*mine, ("operation", "read"), ("code", "storage_full")})
     with closing(MetricsServer(metrics)) as server:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", server.url)
-        seen = scrape(server.url)
+        seen = scrape(server.url, kind)
         assert seen["tqfs_errors_total", error] == 1
         assert seen["tqfs_read_seconds_count", frozenset(mine)] == 1
         assert seen["tqfs_read_seconds_sum", frozenset(mine)] == 0.25
@@ -539,7 +561,7 @@ def test_the_endpoint_serves_what_is_counted_at_each_moment() -> None:
         assert seen["tqfs_read_seconds_bucket", frozenset({*mine, ("le", "+Inf")})] == 1
         metrics.watch(ChunkCache(7).samples)
         metrics.failed("read", StorageFull("x"))
-        seen = scrape(server.url)
+        seen = scrape(server.url, kind)
         assert seen["tqfs_errors_total", error] == 2
         assert seen["tqfs_cache_limit_bytes", frozenset(mine)] == 7
         assert seen["tqfs_cache_misses_total", frozenset(mine)] == 0

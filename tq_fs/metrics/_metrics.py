@@ -88,7 +88,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._counters: dict[_Series, Counter] = {}
         self._histograms: dict[_Series, Histogram] = {}
-        self._sources: list[Source] = []
+        self._sources: dict[object, Source] = {}
         self._asking = threading.Lock()
 
     # ------------------------------------------------------------ push
@@ -129,56 +129,48 @@ class Metrics:
             Ends it, for the source's owner to call; idempotent. What the source's counters said
             last stays counted, for a counter may not fall.
         """
+        key = object()
         with self._asking:
-            self._sources.append(source)
+            self._sources[key] = source
 
         def end() -> None:
             with self._asking:
-                if source not in self._sources:
+                if self._sources.pop(key, None) is None:
                     return
-                for sample in self._ask(source):
-                    if _SPECS[sample.name].kind == "counter":
-                        self.counter(sample.name, **sample.labels).add(sample.value)
-                self._sources.remove(source)
+                for (name, labels), value in self._ask(source):
+                    if _SPECS[name].kind == "counter":
+                        of = zip(_SPECS[name].labels, labels, strict=True)
+                        self.counter(name, **dict(of)).add(value)
 
         return end
 
     def collect(self) -> list[Family]:
         """Return everything as it is now, in the order of the table."""
         with self._asking:
-            watched = [sample for source in self._sources for sample in self._ask(source)]
-            found = self._pushed()
-        for sample in watched:
-            name, labels = _series(sample.name, sample.labels)
-            series = found.setdefault(name, {})
-            before = series.get(labels, 0)
-            assert not isinstance(before, Distribution), f"{name} is a histogram"
-            series[labels] = before + sample.value
-        mine = tuple(self.labels.values())
+            watched = [found for source in self._sources.values() for found in self._ask(source)]
+            with self._lock:
+                counters, histograms = dict(self._counters), dict(self._histograms)
+            values = {series: counter.value for series, counter in counters.items()}
+        for series, value in watched:
+            values[series] = values.get(series, 0) + value
+        families: dict[str, dict[tuple[str, ...], float | Distribution]] = {}
+        for (name, labels), value in values.items():
+            families.setdefault(name, {})[*self.labels.values(), *labels] = value
+        for (name, labels), histogram in histograms.items():
+            families.setdefault(name, {})[*self.labels.values(), *labels] = histogram.value
         return [
-            Family(
-                spec,
-                (*self.labels, *spec.labels),
-                {(*mine, *labels): value for labels, value in found[spec.name].items()},
-            )
+            Family(spec, (*self.labels, *spec.labels), families[spec.name])
             for spec in METRICS
-            if spec.name in found
+            if spec.name in families
         ]
 
-    def _pushed(self) -> dict[str, dict[tuple[str, ...], float | Distribution]]:
-        found: dict[str, dict[tuple[str, ...], float | Distribution]] = {}
-        with self._lock:
-            counters, histograms = list(self._counters.items()), list(self._histograms.items())
-        for (name, labels), counter in counters:
-            found.setdefault(name, {})[labels] = counter.value
-        for (name, labels), histogram in histograms:
-            found.setdefault(name, {})[labels] = histogram.value
-        return found
-
-    def _ask(self, source: Source) -> Iterator[Sample]:
+    def _ask(self, source: Source) -> Iterator[tuple[_Series, float]]:
         """Yield a source's samples; one that fails gives what it can, and no less of the others."""
         try:
-            yield from source()
+            for sample in source():
+                series = _series(sample.name, sample.labels)
+                assert _SPECS[sample.name].kind != "histogram", sample.name
+                yield series, sample.value
         except Exception as error:  # whoever looks at metrics wants to see the rest now
             self.failed("watch", error)
             _log.exception("a source of metrics failed")

@@ -73,10 +73,11 @@ class RayExporter:
             return
         self._closed.set()
         self._thread.join()
-        self.publish()
 
     def _work(self) -> None:
-        while not self._closed.wait(self._interval_s):
+        last = False
+        while not last:
+            last = self._closed.wait(self._interval_s)
             try:
                 self.publish()
             except Exception:  # the thread's end; the next round may go better
