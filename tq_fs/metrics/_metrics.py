@@ -68,7 +68,7 @@ class Metrics:
     """What one process counts for one store. Safe to call from many threads.
 
     Made by whoever owns the process's part of a store, and handed to what counts; nothing is
-    global. What happens often is pushed, which takes some 5 µs of a Step that is written in 240 µs,
+    global. What happens often is pushed, which takes some 4 µs of a Step that is written in 190 µs,
     and 2 µs of the smallest read, of 35 µs. Everything else is kept by its owners anyway, and asked
     for by :meth:`collect`.
 
