@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,18 @@ class Cluster:
         return self.controller
 
     def store(
-        self, fields: Sequence[FieldSpec], node: str = "far", consumers: Sequence[str] = ()
+        self,
+        fields: Sequence[FieldSpec],
+        node: str = "far",
+        consumers: Sequence[str] = (),
+        **settings: Any,
     ) -> Store:
+        config = replace(self.config, **settings)
+
         def parts(cache: ChunkCache, opened: ExitStack) -> Parts:
             return open_attached(
                 _Current(self),
-                self.config,
+                config,
                 self.identity,
                 node=node,
                 consumers=consumers,
@@ -120,7 +127,7 @@ class Cluster:
                 opened=opened,
             )
 
-        return Store(self.config, fields, select(fields, None), parts, remote=True)
+        return Store(config, fields, select(fields, None), parts, remote=True)
 
 
 class _Current:
@@ -130,7 +137,10 @@ class _Current:
         self._cluster = cluster
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._cluster.controller, name)
+        def call(*arguments: Any) -> Any:
+            return getattr(self._cluster.controller, name)(*arguments)
+
+        return call
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from tq_fs.backends import Backend
@@ -33,6 +33,8 @@ from tq_fs.errors import (
     TqFsError,
     WrongStore,
 )
+from tq_fs.logs import carried, log_context
+from tq_fs.metrics import Sample
 
 _log = logging.getLogger(__name__)
 _DRAIN = 64 * 1024
@@ -130,6 +132,18 @@ class ChannelServer:
         """Bytes of writes that were received and are not stored yet."""
         return self._service.budget.used_bytes
 
+    def samples(self) -> Iterator[Sample]:
+        """Yield what :meth:`tq_fs.metrics.Metrics.watch` wants to know."""
+        counts = self.counts
+        for what in ("requests", "received_bytes", "sent_bytes", "refused", "malformed"):
+            yield Sample(f"tqfs_channel_{what}_total", counts.get(what, 0))
+        for what, count in counts.items():
+            if what.startswith("error:"):
+                labels = {"operation": "serve", "code": what.removeprefix("error:")}
+                yield Sample("tqfs_errors_total", count, labels)
+        yield Sample("tqfs_channel_lanes", self.lanes)
+        yield Sample("tqfs_channel_held_bytes", self.held_bytes)
+
     def close(self) -> None:
         """End what is under way, and close all connections; idempotent."""
         self._closing = True
@@ -161,6 +175,10 @@ class ChannelServer:
         thread.start()
 
     def _accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        with log_context(store=self._store_id, unit=self._unit):
+            self._accept_all(listener, tls)
+
+    def _accept_all(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         while True:
             try:
                 sock, _ = listener.accept()
@@ -171,7 +189,7 @@ class ChannelServer:
                 time.sleep(0.1)  # out of descriptors, perhaps: lanes that end give some back
                 continue
             thread = threading.Thread(
-                target=self._lane, args=(sock, tls), name="tq-fs-lane", daemon=True
+                target=carried(self._lane), args=(sock, tls), name="tq-fs-lane", daemon=True
             )
             thread.start()
 

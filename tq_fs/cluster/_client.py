@@ -18,7 +18,15 @@ from tq_fs.cluster._settings import cluster_of
 from tq_fs.config import StoreConfig
 from tq_fs.controller import finish
 from tq_fs.embedded import Parts, encode_options, reader_pool, reader_threads
-from tq_fs.errors import ObjectMissing, SegmentMissing, TqFsError, TrajectoryMissing, WrongStore
+from tq_fs.errors import (
+    ConflictError,
+    MissingError,
+    ObjectMissing,
+    SegmentMissing,
+    TqFsError,
+    TrajectoryMissing,
+    WrongStore,
+)
 from tq_fs.keys import Incarnation, SegmentRef
 from tq_fs.manifests import DecodedManifest, DecodedManifests, Resolved, SessionManifest
 from tq_fs.places import open_objects, open_unit_files
@@ -103,7 +111,9 @@ def open_attached(
     return Parts(
         controller=client,
         units=units,
-        reader=SegmentReader(client.resolve, readers, pool=pool, threads=threads, cache=cache),
+        reader=SegmentReader(
+            client.resolve, readers, pool=pool, threads=threads, cache=cache, gone=client.gone
+        ),
         url=config.url,
         location=None,
         recovery=Recovery(),
@@ -235,6 +245,18 @@ class ControllerClient:
         if resolved is None:
             raise SegmentMissing("its session has no such Segment", subject=str(ref))
         return resolved
+
+    def gone(self, incarnation: Incarnation) -> TqFsError | None:
+        """Ask anew for a session of which a Step was not found; return why it is gone, if so."""
+        ref = SegmentRef(self._store_id, incarnation, "lineage", 0)
+        self._decoded.drop(incarnation)
+        try:
+            self._take(ref, self._calls.manifests([str(ref)])[0])
+        except (MissingError, ConflictError) as error:
+            return error
+        except TqFsError:
+            _log.warning("%s could not be asked for", incarnation, exc_info=True)
+        return None
 
     def forget(self, refs: Iterable[str]) -> None:
         """Ask for the manifests of these references anew when they are resolved next."""

@@ -73,7 +73,7 @@ class Directory:
         """
         found = self._units.get(name)
         if found is None:
-            self.layout(_AGAIN_S)
+            self.layout(0.0)
             found = self._units.get(name)
         if found is None:
             raise UnitLost(

@@ -20,7 +20,7 @@ from tq_fs.errors import (
 from tq_fs.keys import Incarnation, StepKey
 from tq_fs.steps import EncodeOptions, FieldArray, StepEntry
 from tq_fs.storage_unit import Inventory, Located, StorageUnit
-from tq_fs.units._directory import Directory
+from tq_fs.units._directory import Directory, lost
 
 _MOST_ASKED = 3  # units that are sent a Step, one after the other, before there is a pause
 _PAUSES_S = (0.05, 1.0)
@@ -186,7 +186,11 @@ class RemoteUnits:
 
     def _candidates(self, incarnation: Incarnation) -> list[str]:
         found = self.directory.order(incarnation)[:_MOST_ASKED]
-        return found if self.objects is None else [*found, ""]
+        if self.objects is not None:
+            return [*found, ""]
+        if self.directory.is_lost(incarnation.home):
+            raise lost(self.directory.find(incarnation.home))  # and what was recorded before
+        return found
 
     def _put(
         self, name: str, key: StepKey, tokens: int, arrays: Sequence[FieldArray], *, fresh: bool
