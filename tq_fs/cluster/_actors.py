@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tq_fs.channel import Identity
@@ -215,9 +215,9 @@ def _report_of(ref: Any, key: str) -> UnitReport | TqFsError:
         if isinstance(error.cause, TqFsError):
             return error.cause
         raise
-    except ActorDiedError as error:
-        return UnitLost(f"its actor is dead: {error}", subject=key)
-    except RayActorError as error:
+    except (ActorDiedError, ActorUnschedulableError) as error:
+        return UnitLost(f"its actor is dead, or its node is: {error}", subject=key)
+    except RayError as error:
         return StorageUnreachable(f"is being started anew: {error}", subject=key)
     return report
 

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tq_fs import manifests
-from tq_fs.backends import Backend
+from tq_fs.backends import Backend, Retry
 from tq_fs.cache import ChunkCache
 from tq_fs.channel import Identity
 from tq_fs.cluster._settings import cluster_of
@@ -35,6 +35,7 @@ from tq_fs.recovery import Recovery
 from tq_fs.trajectory import ClosedSession, decode_trajectory
 from tq_fs.units import Access, Directory, HomeDocuments, Layout, RemoteUnits, UnitReaders
 
+T = TypeVar("T")
 _BEATS = 3  # signs of life in the time of a lease
 
 _log = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ class ControllerClient:
         self._persists = units.objects is not None if persist is None else persist
         self._consumers = tuple(consumers)
         self._holder = f"{os.getpid()}-{os.urandom(6).hex()}"
+        self._retry = Retry(deadline_s=config.retry_deadline_s, most_s=1.0)
         self._decoded = DecodedManifests(config.manifest_cache_bytes)
         self._lock = threading.Lock()
         self._open: set[str] = set()
@@ -197,7 +199,7 @@ class ControllerClient:
         return lambda trajectory: self._documents.put(key, trajectory)
 
     def _publish(self, draft: SessionManifest) -> SessionManifest:
-        data = self._calls.publish(manifests.encode(draft))
+        data = self._patiently(lambda: self._calls.publish(manifests.encode(draft)))
         return manifests.decode(data, SessionManifest, str(draft.incarnation))
 
     def discard(self, incarnation: Incarnation) -> None:
@@ -206,6 +208,10 @@ class ControllerClient:
             incarnation.partition, incarnation.session_id, incarnation.incarnation_id
         )
         self._forget(incarnation)
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Call again while a unit, or the Controller itself, is being started anew."""
+        return self._retry.call(call, renew=lambda: None)
 
     def _forget(self, incarnation: Incarnation) -> None:
         with self._lock:
@@ -225,10 +231,13 @@ class ControllerClient:
         asked = {ref.incarnation: ref for ref in parsed if known[ref.incarnation] is None}
         if asked:
             wanted = list(asked.values())
-            answers = self._calls.manifests([str(ref) for ref in wanted])
-            for ref, answer in zip(wanted, answers, strict=True):
-                known[ref.incarnation] = self._take(ref, answer)
+            known |= self._patiently(lambda: self._ask(wanted))
         return [self._resolved(ref, known[ref.incarnation]) for ref in parsed]
+
+    def _ask(self, refs: Sequence[SegmentRef]) -> dict[Incarnation, DecodedManifest | None]:
+        answers = self._calls.manifests([str(ref) for ref in refs])
+        found = zip(refs, answers, strict=True)
+        return {ref.incarnation: self._take(ref, answer) for ref, answer in found}
 
     def _take(self, ref: SegmentRef, answer: bytes | TqFsError) -> DecodedManifest:
         if isinstance(answer, TqFsError):

@@ -35,7 +35,7 @@ from tq_fs.units import Access, Directory, HomeDocuments, Layout, RemoteUnits
 
 _TRIES = 8  # to be the one with the highest epoch
 _EVERY_S = 1.0  # between two rounds of reports
-_PATIENCE_S = 10.0  # for a unit that is being started anew
+_PATIENCE_S = 1.0  # for a unit that does not answer; who asks may be more patient
 _PAGE = 10_000  # references at a time
 _LOAD_THREADS = 8
 _SHARE = 0.25  # of one processor, for sweeps
