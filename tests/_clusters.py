@@ -21,6 +21,7 @@ from tq_fs.cluster._service import ClusterController
 from tq_fs.embedded import Parts
 from tq_fs.errors import StorageUnreachable, TqFsError, UnitLost
 from tq_fs.fields import select
+from tq_fs.metrics import Metrics
 from tq_fs.units import RemoteUnits, UnitReaders
 
 STORE = "run"
@@ -112,6 +113,7 @@ class Cluster:
         fields: Sequence[FieldSpec],
         node: str = "far",
         consumers: Sequence[str] = (),
+        metrics: Metrics | None = None,
         **settings: Any,
     ) -> Store:
         config = replace(self.config, **settings)
@@ -123,11 +125,12 @@ class Cluster:
                 self.identity,
                 node=node,
                 consumers=consumers,
+                metrics=metrics,
                 cache=cache,
                 opened=opened,
             )
 
-        return Store(config, fields, select(fields, None), parts, remote=True)
+        return Store(config, fields, select(fields, None), parts, remote=True, metrics=metrics)
 
 
 class _Current:

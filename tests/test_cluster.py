@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from tq_fs.errors import (
 )
 from tq_fs.keys import SegmentRef
 from tq_fs.manifests import SessionManifest
+from tq_fs.metrics import Metrics
 
 FIELDS = standard_fields()
 SPECS = specs(FIELDS)
@@ -567,3 +569,45 @@ def test_what_is_too_old_goes_unless_a_live_consumer_awaits_it(tmp_path: Path) -
                 assert_batch(store.hydrate(evaluation), want)
             made.controller.sweep()
             assert list(store.unreleased()) == []
+
+
+# ---------------------------------------------------------------- what operators see
+
+
+def test_units_and_the_controller_serve_prometheus_and_clients_count_by_unit(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("prometheus_client")
+    metrics = Metrics("run", role="trainer")
+    with (
+        cluster(tmp_path, 2, cluster={"metrics_port": 0}) as made,
+        made.store(SPECS, metrics=metrics) as store,
+    ):
+        refs, _ = on(made, "n1", store)
+        store.hydrate(refs)
+        status = made.controller.status()
+        names = {u["node_name"]: u["name"] for u in status["units"]}
+        pages = {u["node_name"]: _page(u["metrics_url"]) for u in status["units"]}
+        for node, page in pages.items():
+            labels = f'role="unit",store="run",unit="{names[node]}"'
+            assert f"tqfs_unit_free_bytes{{{labels}}}" in page
+        received = (
+            f'tqfs_channel_received_bytes_total{{role="unit",store="run",unit="{names["n1"]}"}}'
+        )
+        (line,) = [x for x in pages["n1"].splitlines() if x.startswith(received)]
+        assert float(line.split()[-1]) > 0
+        page = _page(status["metrics_url"])
+        assert 'tqfs_finalized_sessions{role="controller",store="run"} 1.0' in page
+        assert 'tqfs_units{role="controller",state="live",store="run"} 2.0' in page
+        read = {
+            labels: value
+            for family in metrics.collect()
+            if family.spec.name == "tqfs_read_bytes_total"
+            for labels, value in family.series.items()
+        }
+        assert [labels[-1] for labels in read] == [names["n1"]]
+
+
+def _page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return str(answer.read().decode())

@@ -236,6 +236,7 @@ class ControllerActor:
         threading.Thread(target=self._begin, args=(again,), daemon=True).start()
 
     def _begin(self, again: bool) -> None:
+        here = _node(ray.get_runtime_context().get_node_id())
         while not self._begun.is_set():
             try:
                 self._await_units(again=again)
@@ -243,7 +244,8 @@ class ControllerActor:
                     self._config,
                     self._identity,
                     self._fleet,
-                    node=ray.get_runtime_context().get_node_id(),
+                    node=here["NodeID"],
+                    address=here["NodeManagerAddress"],
                 )
             except Exception as error:  # told to whoever calls
                 _log.exception("the Controller of %r could not begin", self._config.store_id)

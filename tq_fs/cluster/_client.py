@@ -29,6 +29,7 @@ from tq_fs.errors import (
 )
 from tq_fs.keys import Incarnation, SegmentRef
 from tq_fs.manifests import DecodedManifest, DecodedManifests, Resolved, SessionManifest
+from tq_fs.metrics import Metrics
 from tq_fs.places import open_objects, open_unit_files
 from tq_fs.reader import SegmentReader
 from tq_fs.recovery import Recovery
@@ -68,6 +69,7 @@ def open_attached(
     *,
     node: str,
     consumers: Sequence[str],
+    metrics: Metrics | None,
     cache: ChunkCache,
     opened: ExitStack,
 ) -> Parts:
@@ -83,6 +85,8 @@ def open_attached(
         Id of the node that this process runs on.
     consumers
         See :class:`ControllerClient`.
+    metrics
+        Counts what is read; None for nothing.
     """
     settings = cluster_of(config)
     objects = open_objects(config, opened=opened, read_only=True)
@@ -113,7 +117,13 @@ def open_attached(
         controller=client,
         units=units,
         reader=SegmentReader(
-            client.resolve, readers, pool=pool, threads=threads, cache=cache, gone=client.gone
+            client.resolve,
+            readers,
+            pool=pool,
+            threads=threads,
+            cache=cache,
+            metrics=metrics,
+            gone=client.gone,
         ),
         url=config.url,
         location=None,

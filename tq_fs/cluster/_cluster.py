@@ -23,6 +23,7 @@ from tq_fs.config import StoreConfig
 from tq_fs.embedded import Parts
 from tq_fs.errors import InvalidConfig, UnitsUnavailable
 from tq_fs.fields import FieldSpec, select
+from tq_fs.metrics import Metrics
 from tq_fs.recovery import Recovery
 from tq_fs.store import Store
 from tq_fs.units import Layout
@@ -179,7 +180,12 @@ class StoreCluster:
         self._calls = cast("Calls", _RayCalls(handle, store_id))
 
     def store(
-        self, fields: Sequence[FieldSpec], *, consumers: Sequence[str] = (), **settings: Any
+        self,
+        fields: Sequence[FieldSpec],
+        *,
+        consumers: Sequence[str] = (),
+        metrics: Metrics | None = None,
+        **settings: Any,
     ) -> Store:
         """Open the store in this process.
 
@@ -190,6 +196,8 @@ class StoreCluster:
         consumers
             In whose name this process reads, such as ``("train",)``: what they have still to
             release outlives the retention time while the process lives.
+        metrics
+            Counts what passes in this process; stays the caller's.
         settings
             Settings of this process alone, such as ``cache_bytes``.
 
@@ -210,14 +218,15 @@ class StoreCluster:
                 self._identity,
                 node=node,
                 consumers=consumers,
+                metrics=metrics,
                 cache=cache,
                 opened=opened,
             )
 
         selected = select(fields, config.transfer)
         if not selected:
-            return Store(config, fields, frozenset(), None)
-        return Store(config, fields, selected, parts, remote=True)
+            return Store(config, fields, frozenset(), None, metrics=metrics)
+        return Store(config, fields, selected, parts, remote=True, metrics=metrics)
 
     def layout(self) -> Layout:
         """Return its units, asked now."""

@@ -80,6 +80,12 @@ METRICS = (
     _spec("tqfs_channel_malformed_total", "counter", "Connections closed for what they sent"),
     _spec("tqfs_channel_lanes", "gauge", "Connections that are open"),
     _spec("tqfs_channel_held_bytes", "gauge", "Bytes of writes received and not stored yet"),
+    # a cluster
+    _spec("tqfs_unit_free_bytes", "gauge", "Room on a unit's device"),
+    _spec("tqfs_units", "gauge", "Units, by their state", "state"),
+    _spec("tqfs_processes", "gauge", "Processes that hold a lease"),
+    _spec("tqfs_open_sessions", "gauge", "Sessions that are being recorded"),
+    _spec("tqfs_finalized_sessions", "gauge", "Sessions of which something is still needed"),
     # errors
     _spec(
         "tqfs_errors_total",
