@@ -130,14 +130,26 @@ class TlsStream(Stream):
 def tune(sock: socket.socket) -> None:
     """Make a connection send at once, hold more on its way, and notice a host that is gone."""
     if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        return  # how much is on its way, TCP finds out better by itself
+        _tune_tcp(sock)
+        return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+
+
+def _tune_tcp(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # Room from the start, and for more where TCP finds that it needs it: SO_RCVBUF would keep it
+    # from looking, and is bounded by what is far too little on many hosts.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _SOCKET_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    if sock.getsockname()[0] == sock.getpeername()[0]:
+        with suppress(OSError):  # where it is not allowed, it is slower
+            # Nothing is congested within a host, and BBR would set a timer for each 64 KiB.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _after(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
