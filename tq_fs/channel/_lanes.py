@@ -50,7 +50,7 @@ class Lane:
         self._set_timeout_s: float | None = timeout_s
         self._owed = 0  # bytes of the last answer that were not read yet
         self._broken = False
-        self._prefix = bytearray(wire.PREFIX.size)
+        self._prefix = memoryview(bytearray(wire.PREFIX.size))
         stream.set_timeout(timeout_s)
         hello = self.ask(wire.Hello(version=wire.VERSION, store_id=store_id))
         if not isinstance(hello, wire.Welcome):
@@ -98,9 +98,13 @@ class Lane:
         nbytes = sum(part.nbytes for part in body)
         prefix = wire.PREFIX.pack(wire.MAGIC, len(header), nbytes)
         self._wait_for(self._timeout_s if timeout_s == 0 else timeout_s)
-        with self._unbroken():
+        self._broken = True  # unless all of it goes well
+        try:
             self._stream.send([memoryview(prefix + header), *body])
             answer = self._receive()
+        except OSError as error:
+            raise unreachable(error, self._subject) from error
+        self._broken = False
         if isinstance(answer, wire.Failed):
             raise wire.error_of(answer)
         return answer
@@ -113,8 +117,10 @@ class Lane:
         StorageUnreachable
             The unit broke off.
         """
-        with self._unbroken():
+        try:
             self._stream.fill(view)
+        except OSError as error:
+            raise unreachable(error, self._subject) from error
         self._owed -= view.nbytes
 
     @property
@@ -123,7 +129,7 @@ class Lane:
         return self._owed
 
     def _receive(self) -> wire.AnyAnswer:
-        self._stream.fill(memoryview(self._prefix))
+        self._stream.fill(self._prefix)
         magic, length, self._owed = wire.PREFIX.unpack(self._prefix)
         if magic != wire.MAGIC or length > wire.MOST_HEADER:
             raise ProtocolMismatch(
@@ -141,17 +147,6 @@ class Lane:
         if timeout_s != self._set_timeout_s:
             self._stream.set_timeout(timeout_s)
             self._set_timeout_s = timeout_s
-
-    @contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """Raise errors of ours; whatever fails here leaves the lane of no use."""
-        try:
-            yield
-        except BaseException as error:
-            self._broken = True
-            if isinstance(error, OSError):
-                raise unreachable(error, self._subject) from error
-            raise
 
 
 _DATA = wire.Data()
@@ -263,10 +258,8 @@ class Lanes:
     def _stream(self) -> Stream:
         try:
             sock = connect(self._endpoint, self._timeout_s)
-            if self._tls is None:
-                return Stream(sock)
             try:
-                return TlsStream(self._tls.wrap_socket(sock))
+                return Stream(sock) if self._tls is None else TlsStream(self._tls.wrap_socket(sock))
             except BaseException:
                 sock.close()
                 raise

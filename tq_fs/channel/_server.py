@@ -227,12 +227,12 @@ class ChannelServer:
         """Wait for the next message; return False where the unit closes."""
         while not self._closing:
             try:
-                stream.fill(prefix[:1])
+                have = stream.begin(prefix)
             except TimeoutError:
                 continue
             with self._lock:
                 self._busy.add(threading.current_thread())
-            stream.fill(prefix[1:])
+            stream.fill(prefix[have:])
             return True
         return False
 
@@ -267,11 +267,11 @@ class ChannelServer:
         self, stream: Stream, lane: LaneService, request: wire.AnyRequest, nbytes: int
     ) -> None:
         try:
-            if isinstance(request, wire.Publish | wire.Put):
-                self._answer(stream, self._write(stream, request, nbytes))
-            elif isinstance(request, wire.Read):
+            if isinstance(request, wire.Read):
                 lane.send(request, stream, self._limits.piece_bytes)
                 self._count("sent_bytes", request.nbytes)
+            elif isinstance(request, wire.Publish | wire.Put):
+                self._answer(stream, self._write(stream, request, nbytes))
             elif isinstance(request, wire.List | wire.More):
                 self._answer(stream, lane.listed(request))
             else:

@@ -6,9 +6,8 @@ import select
 import socket
 import ssl
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 
 _MOST_BUFFERS = 1024  # IOV_MAX on Linux
 _SOCKET_BYTES = 4 * 1024**2  # what is on its way in the kernel
@@ -32,6 +31,7 @@ class Stream:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._news = _news(sock)
         tune(sock)
         sock.setblocking(True)
 
@@ -60,14 +60,14 @@ class Stream:
         ------
         TimeoutError, ConnectionError
         """
-        rest = list(buffers)
+        rest = buffers
         flags = socket.MSG_MORE if more else 0
         while rest:
             try:
                 sent = self._socket.sendmsg(rest[:_MOST_BUFFERS], [], flags)
             except BlockingIOError as error:
                 raise TimeoutError("nothing was taken") from error
-            rest = list(_after(rest, sent))
+            rest = _after(rest, sent)
 
     def fill(self, view: memoryview) -> None:
         """Receive as many bytes as `view` has.
@@ -78,19 +78,31 @@ class Stream:
             The other end closed the connection.
         TimeoutError, ConnectionError
         """
-        have = 0
-        while have < view.nbytes:
-            try:
-                got = self._socket.recv_into(view[have:], 0, socket.MSG_WAITALL)
-            except BlockingIOError as error:
-                raise TimeoutError("nothing came") from error
-            if not got:
-                raise Gone("the other end closed the connection")
-            have += got
+        while view:
+            view = view[self._receive(view, socket.MSG_WAITALL) :]
+
+    def begin(self, view: memoryview) -> int:
+        """Receive what has come, a byte at least, at most what `view` holds; return how much.
+
+        Raises
+        ------
+        Gone, TimeoutError, ConnectionError
+            Nothing was received.
+        """
+        return self._receive(view, 0)
+
+    def _receive(self, view: memoryview, flags: int) -> int:
+        try:
+            got = self._socket.recv_into(view, 0, flags)
+        except BlockingIOError as error:
+            raise TimeoutError("nothing came") from error
+        if not got:
+            raise Gone("the other end closed the connection")
+        return got
 
     def is_idle(self) -> bool:
         """Tell whether the connection stands and nothing has come."""
-        return not select.select([self._socket], [], [], 0)[0]
+        return not self._news.poll(0)
 
     def close(self) -> None:
         """Close the connection for every process that holds it; idempotent."""
@@ -106,6 +118,7 @@ class TlsStream(Stream):
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._socket: ssl.SSLSocket = sock
+        self._news = _news(sock)
         tune(sock)
 
     def set_timeout(self, seconds: float | None) -> None:
@@ -117,14 +130,17 @@ class TlsStream(Stream):
         for buffer in buffers:
             self._socket.sendall(buffer)
 
-    def fill(self, view: memoryview) -> None:
-        """Receive as many bytes as `view` has; see :meth:`Stream.fill`."""
-        have = 0
-        while have < view.nbytes:
-            got = self._socket.recv_into(view[have:])
-            if not got:
-                raise Gone("the other end closed the connection")
-            have += got
+    def _receive(self, view: memoryview, flags: int) -> int:  # noqa: ARG002
+        got = self._socket.recv_into(view)
+        if not got:
+            raise Gone("the other end closed the connection")
+        return got
+
+
+def _news(sock: socket.socket) -> select.poll:
+    news = select.poll()
+    news.register(sock, select.POLLIN)
+    return news
 
 
 def tune(sock: socket.socket) -> None:
@@ -152,11 +168,10 @@ def _tune_tcp(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def _after(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
-    """Yield what remains of `buffers` after their first `nbytes`."""
+def _after(buffers: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
+    """Return what remains of `buffers` after their first `nbytes`."""
     for i, buffer in enumerate(buffers):
         if nbytes < buffer.nbytes:
-            yield buffer[nbytes:]
-            yield from islice(buffers, i + 1, None)
-            return
+            return [buffer[nbytes:], *buffers[i + 1 :]]
         nbytes -= buffer.nbytes
+    return ()
