@@ -25,7 +25,7 @@ class Lane:
     Parameters
     ----------
     stream
-        The connection; becomes the lane's.
+        The connection, which waits for `timeout_s`; becomes the lane's.
     store_id
         The store that the unit has to serve.
     subject
@@ -51,7 +51,6 @@ class Lane:
         self._owed = 0  # bytes of the last answer that were not read yet
         self._broken = False
         self._prefix = memoryview(bytearray(wire.PREFIX.size))
-        stream.set_timeout(timeout_s)
         hello = self.ask(wire.Hello(version=wire.VERSION, store_id=store_id))
         if not isinstance(hello, wire.Welcome):
             raise ProtocolMismatch(f"answered {type(hello).__name__}", subject=subject)
@@ -259,7 +258,9 @@ class Lanes:
         try:
             sock = connect(self._endpoint, self._timeout_s)
             try:
-                return Stream(sock) if self._tls is None else TlsStream(self._tls.wrap_socket(sock))
+                if self._tls is None:
+                    return Stream(sock, self._timeout_s)
+                return TlsStream(sock, self._timeout_s, self._tls, server=False)
             except BaseException:
                 sock.close()
                 raise

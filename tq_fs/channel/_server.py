@@ -173,8 +173,7 @@ class ChannelServer:
         """Serve one connection until it ends."""
         me = threading.current_thread()
         try:
-            sock.settimeout(self._limits.quiet_s)
-            stream = Stream(sock) if tls is None else TlsStream(tls.wrap_socket(sock, True))
+            stream = self._stream(sock, tls)
         except OSError as error:
             self._count("refused")
             _log.warning("unit %s refused a connection: %s", self._unit, error)
@@ -183,7 +182,6 @@ class ChannelServer:
         with self._lock:
             self._lanes[me] = stream
         try:
-            stream.set_timeout(self._limits.quiet_s)
             self._converse(stream)
         except Gone:
             pass
@@ -197,6 +195,11 @@ class ChannelServer:
             with self._lock:
                 del self._lanes[me]
                 self._busy.discard(me)
+
+    def _stream(self, sock: socket.socket, tls: ssl.SSLContext | None) -> Stream:
+        if tls is None:
+            return Stream(sock, self._limits.quiet_s)
+        return TlsStream(sock, self._limits.quiet_s, tls, server=True)
 
     def _converse(self, stream: Stream) -> None:
         lane = self._service.lane()
