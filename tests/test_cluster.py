@@ -323,9 +323,8 @@ def test_steps_of_a_lost_unit_are_reported_at_once_and_by_name(two: Cluster) -> 
         here, want = on(two, "n0", store)
         gone, _ = on(two, "n1", store)
         name = two.unit("n1").name
-        session = store.session("open")
-        while session._trajectory.incarnation.home != name:
-            session = store.session("open")
+        opened = (store.session(f"open{i}") for i in range(100))
+        session = next(s for s in opened if s._trajectory.incarnation.home == name)
         rollout = short_rollout(FIELDS, 3)
         rollout.record(session)
         two.down("n1", lost=True)

@@ -516,11 +516,10 @@ def test_every_metric_of_the_table_is_told_by_something(tmp_path: Path, metrics:
                 ends.append(metrics.watch(reader.cache.samples))
                 with pytest.raises(SegmentMissing):
                     reader.resolve([absent(refs)])
+                reader.read(refs[0], "logprobs")
             with cluster(tmp_path / "cluster", 1) as made:
-                ends += [
-                    metrics.watch(made.controller.samples),
-                    *map(metrics.watch, made.unit("n0")._sources()),
-                ]
+                ends.append(metrics.watch(made.controller.samples))
+                ends += map(metrics.watch, made.unit("n0")._sources())
                 told = list(found(metrics))
             assert told == [spec.name for spec in METRICS]
     for end in ends:
@@ -637,7 +636,8 @@ import json, sys, time
 import ray
 from tq_fs.metrics import Metrics, RayExporter, Sample
 
-ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, **json.loads(sys.argv[1]))
+settings = json.loads(sys.argv[1])
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, **settings)
 
 def work():
     import ray.util.metrics as kinds

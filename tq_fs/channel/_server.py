@@ -197,8 +197,7 @@ class ChannelServer:
         """Serve one connection until it ends."""
         me = threading.current_thread()
         try:
-            sock.settimeout(self._limits.quiet_s)
-            stream = Stream(sock) if tls is None else TlsStream(tls.wrap_socket(sock, True))
+            stream = self._stream(sock, tls)
         except OSError as error:
             self._count("refused")
             _log.warning("unit %s refused a connection: %s", self._unit, error)
@@ -207,7 +206,6 @@ class ChannelServer:
         with self._lock:
             self._lanes[me] = stream
         try:
-            stream.set_timeout(self._limits.quiet_s)
             self._converse(stream)
         except Gone:
             pass
@@ -221,6 +219,11 @@ class ChannelServer:
             with self._lock:
                 del self._lanes[me]
                 self._busy.discard(me)
+
+    def _stream(self, sock: socket.socket, tls: ssl.SSLContext | None) -> Stream:
+        if tls is None:
+            return Stream(sock, self._limits.quiet_s)
+        return TlsStream(sock, self._limits.quiet_s, tls, server=True)
 
     def _converse(self, stream: Stream) -> None:
         lane = self._service.lane()
@@ -251,12 +254,12 @@ class ChannelServer:
         """Wait for the next message; return False where the unit closes."""
         while not self._closing:
             try:
-                stream.fill(prefix[:1])
+                have = stream.begin(prefix)
             except TimeoutError:
                 continue
             with self._lock:
                 self._busy.add(threading.current_thread())
-            stream.fill(prefix[1:])
+            stream.fill(prefix[have:])
             return True
         return False
 
@@ -301,11 +304,11 @@ class ChannelServer:
         nbytes: int,
     ) -> None:
         try:
-            if isinstance(request, wire.Publish | wire.Put):
-                self._answer(stream, self._write(stream, hello, request, nbytes))
-            elif isinstance(request, wire.Read):
+            if isinstance(request, wire.Read):
                 lane.send(request, stream, self._limits.piece_bytes)
                 self._count("sent_bytes", request.nbytes)
+            elif isinstance(request, wire.Publish | wire.Put):
+                self._answer(stream, self._write(stream, hello, request, nbytes))
             elif isinstance(request, wire.List | wire.Stamps | wire.More):
                 self._answer(stream, lane.listed(request))
             else:
