@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import tq_fs.cluster
 from tests._clusters import readers_of, units_of
 from tests._rollouts import assert_batch, record, refs_of, short_rollout, specs, standard_fields
 from tq_fs import ClusterConfig, StoreConfig
+from tq_fs.cli import main
 from tq_fs.cluster import StoreCluster
 from tq_fs.cluster._actors import NAMESPACE, nodes
 from tq_fs.cluster._node_unit import NodeUnit
@@ -233,6 +235,34 @@ def wait_until(condition: Any, timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < until, "it never came true"
         time.sleep(0.1)
+
+
+def test_the_command_line_starts_shows_drains_sweeps_and_stops(
+    raylets: Raylets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"store_id: cli\ncluster:\n  paths: ['{tmp_path}/{{node}}']\n  sweep_s: 0\n")
+    assert main(["cluster", "start", str(file)]) == 0
+    try:
+        assert "live" in capsys.readouterr().out
+        assert main(["cluster", "status", "cli", "--json", "-"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert [u["node_name"] for u in status["units"]] == ["a", "b"]
+        unit = status["units"][0]["name"]
+        assert main(["cluster", "drain", "cli", unit]) == 0
+        assert _state(tq_fs.cluster.attach("cli"), unit) == "draining"
+        assert main(["cluster", "drain", "cli", unit, "--undo"]) == 0
+        assert _state(tq_fs.cluster.attach("cli"), unit) == "live"
+        assert main(["cluster", "drain", "cli", "nobody"]) == 1
+        assert "[unit_lost]" in capsys.readouterr().err
+        assert main(["cluster", "sweep", "cli"]) == 0
+        os.kill(status["units"][1]["pid"], signal.SIGKILL)
+        wait_until(lambda: main(["cluster", "status", "cli"]) == 1)
+    finally:
+        assert main(["cluster", "stop", "cli"]) == 0
+    capsys.readouterr()
+    assert main(["cluster", "status", "cli"]) == 1
+    assert "[units_unavailable]" in capsys.readouterr().err
 
 
 def test_a_node_that_joins_gets_a_unit_and_one_that_is_lost_is_reported(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tq_fs.cache import ChunkCache
@@ -245,10 +245,22 @@ class StoreCluster:
         return cast("Any", self._calls).sweep()  # type: ignore[no-any-return]
 
     def stop(self) -> None:
-        """End the Controller and all units; what they hold stays on its disks. Idempotent."""
-        with suppress(RayError):  # it is gone already
+        """End the Controller and all units; what they hold stays on its disks. Idempotent.
+
+        Raises
+        ------
+        StorageFailed
+            A unit could not upload all of its Steps: they lie in its folder, and go when it is
+            started again.
+        """
+        try:
             ray.get(self._handle.stop.remote(), timeout=_CALL_S)
-        ray.kill(self._handle)
+        except RayActorError:
+            pass  # it is gone already
+        except RayError as error:
+            raise as_ours(error, "the store's cluster", _CALL_S) from None
+        finally:
+            ray.kill(self._handle)
 
     def __enter__(self) -> StoreCluster:
         """Return it."""
