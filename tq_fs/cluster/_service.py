@@ -199,7 +199,7 @@ class ClusterController:
         self._observe()
         return self.layout()
 
-    def drain(self, name: str, *, on: bool = True) -> None:
+    def drain(self, name: str, on: bool = True) -> None:
         """Give a unit no new sessions, or give it some again."""
         self._roster.drain(name, on=on)
 
