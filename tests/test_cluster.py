@@ -7,7 +7,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -215,6 +215,31 @@ def test_a_session_outlives_the_controller_that_opened_it(two: Cluster) -> None:
         assert_batch(store.hydrate(segments), want)
         two.controller.sweep()
         assert_batch(store.hydrate(segments), want)
+
+
+class Dead:
+    """A Controller that nobody can reach."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnitsUnavailable("is gone", subject="the Controller")
+
+
+def test_steps_are_recorded_and_known_references_read_without_a_controller(two: Cluster) -> None:
+    with two.store(SPECS) as store:
+        segments, want = record(store, "known")
+        assert_batch(store.hydrate(segments), want)
+        session = store.session("s")
+        rollout = short_rollout(FIELDS, 1)
+        alive, two.controller = two.controller, cast("Any", Dead())
+        try:
+            rollout.record(session)
+            assert_batch(store.hydrate(segments), want)
+            with pytest.raises(UnitsUnavailable):
+                store.session("t")
+        finally:
+            two.controller = alive
+        found = session.finalize()
+        assert_batch(store.hydrate(found), [e.slime(SPECS) for e in rollout.expected("lineage")])
 
 
 def test_a_finalize_whose_acknowledgement_was_lost_succeeds_when_it_is_tried_again(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
-from tq_fs.errors import StorageUnreachable, UnitLost
+from tq_fs.errors import StorageUnreachable, TqFsError, UnitLost
 from tq_fs.keys import Incarnation
 from tq_fs.placement import rank
 from tq_fs.units._layout import Layout, UnitAddress
 
+_log = logging.getLogger(__name__)
 _AGAIN_S = 0.25  # between two questions on account of failures
 
 
@@ -44,14 +46,31 @@ class Directory:
         self._layout = Layout()
         self._units: dict[str, UnitAddress] = {}
         self._asked = float("-inf")
+        self._told: set[str] = set()  # units whose endpoint was given out since
 
     def layout(self, older_s: float | None = None) -> Layout:
-        """Return the layout, asked anew where it is older than that many seconds."""
+        """Return the layout, asked anew where it is older than that many seconds.
+
+        Raises
+        ------
+        TqFsError
+            The Controller cannot be asked, and never was.
+        """
         limit = self._fresh_s if older_s is None else older_s
         with self._lock:
             if self._clock() - self._asked >= limit:
-                self._take(self._ask())
+                self._renew()
             return self._layout
+
+    def _renew(self) -> None:
+        try:
+            self._take(self._ask())
+        except TqFsError:
+            if not self._units:
+                raise
+            _log.warning("the units are taken to be where they were", exc_info=True)
+            self._asked = self._clock()
+            self._told.clear()
 
     def tell(self, layout: Layout) -> None:
         """Hear of a layout, from whoever knows it without being asked."""
@@ -62,6 +81,7 @@ class Directory:
         self._layout = layout
         self._units = {unit.name: unit for unit in layout.units}
         self._asked = self._clock()
+        self._told.clear()
 
     def find(self, name: str) -> UnitAddress:
         """Return a unit, whatever its state.
@@ -95,7 +115,9 @@ class Directory:
         return self.find(name).node == self.node
 
     def endpoint(self, name: str) -> str:
-        """Return where a unit listens for this process; asked anew, for connections are seldom.
+        """Return where a unit listens for this process.
+
+        Asked anew where that was told before: the connection did not come about, or has ended.
 
         Raises
         ------
@@ -104,8 +126,10 @@ class Directory:
         StorageUnreachable
             It may.
         """
-        self.layout(_AGAIN_S)
+        if name in self._told:
+            self.layout(_AGAIN_S)
         unit = self.find(name)
+        self._told.add(name)
         if unit.state == "lost":
             raise lost(unit)
         if unit.state == "restarting":
@@ -119,15 +143,11 @@ class Directory:
         units = self.layout().units
         return sorted(u.name for u in units if u.state in ("live", "draining"))
 
-    def order(self, incarnation: Incarnation) -> list[str]:
-        """Return the units that may take a session's Steps, its home first while that can."""
+    def others(self, incarnation: Incarnation) -> list[str]:
+        """Return the units that may take a session's Steps when its home cannot, in their order."""
         weights = {u.name: u.weight for u in self.layout().units if u.state == "live"}
-        home = incarnation.home
-        found = rank(incarnation.path, weights)
-        known = self._units.get(home)
-        if known is None or known.state == "lost":
-            return found
-        return [home, *(unit for unit in found if unit != home)]
+        weights.pop(incarnation.home, None)
+        return rank(incarnation.path, weights)
 
 
 def lost(unit: UnitAddress) -> UnitLost:
