@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import tq_fs.cluster
 from tests._clusters import readers_of, units_of
 from tests._rollouts import assert_batch, record, refs_of, short_rollout, specs, standard_fields
+from tests.test_docs import ROOT, commands
 from tq_fs import ClusterConfig, StoreConfig
 from tq_fs.cli import main
 from tq_fs.cluster import StoreCluster
@@ -263,6 +265,22 @@ def test_the_command_line_starts_shows_drains_sweeps_and_stops(
     capsys.readouterr()
     assert main(["cluster", "status", "cli"]) == 1
     assert "[units_unavailable]" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_documentation_run(raylets: Raylets, tmp_path: Path) -> None:
+    """In the order in which they make sense, with a folder and a unit of the test's own."""
+    said = commands(cluster=True)
+    order = ("start", "status", "drain", "sweep", "stop")
+    words = sorted((shlex.split(c) for c in said), key=lambda w: order.index(w[2]))
+    assert {w[2] for w in words} >= {"start", "status", "drain", "stop"}
+    for command in words:
+        if command[2] == "start":
+            text = (ROOT / command[3]).read_text()
+            command[3] = str(tmp_path / "config.yaml")
+            (tmp_path / "config.yaml").write_text(text.replace("/mnt/nvme", f"{tmp_path}/{{node}}"))
+        elif command[2] == "drain":
+            command[4] = tq_fs.cluster.attach(command[3]).layout().units[0].name
+        assert main(command[1:]) == 0, command
 
 
 def test_a_node_that_joins_gets_a_unit_and_one_that_is_lost_is_reported(

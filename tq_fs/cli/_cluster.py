@@ -38,7 +38,7 @@ _STATUS = """\
 Asks the Controller and all units. Exit code 1: a unit is being started anew, or is lost.
 
 example:
-  tq-fs cluster status run-7 --json -
+  tq-fs cluster status run-1 --json -
 """
 
 _DRAIN = """\
@@ -46,7 +46,7 @@ Gives a unit no new sessions, before its node leaves; what it holds can still be
 once its Segments are released, or at once where Steps lie in an object store too.
 
 example:
-  tq-fs cluster drain run-7 node-3-5f0c2a91
+  tq-fs cluster drain run-1 node-3-5f0c2a91
 """
 
 _SWEEP = """\
@@ -54,7 +54,7 @@ Removes what nobody refers to: Steps of sessions whose process is gone, and what
 broken off have left. It does so by itself every cluster.sweep_s seconds.
 
 example:
-  tq-fs cluster sweep run-7
+  tq-fs cluster sweep run-1
 """
 
 _STOP = """\
@@ -62,7 +62,7 @@ Ends the Controller and all units. What they hold stays on their disks, and is t
 next start.
 
 example:
-  tq-fs cluster stop run-7
+  tq-fs cluster stop run-1
 """
 
 Commands = argparse._SubParsersAction  # argparse has no public name for it
