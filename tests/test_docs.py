@@ -39,7 +39,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def commands(*, cluster: bool = False) -> list[str]:
-    """Return what is run here; or what needs a Ray cluster, which tests/test_cluster_ray.py runs."""
+    """Return what is run here; or what tests/test_cluster_ray.py runs, on a cluster."""
     found = [c for c in _all_commands() if c.startswith("tq-fs cluster") == cluster]
     assert found
     return found
