@@ -42,6 +42,10 @@ def _no_fence() -> None:
     """Raise nothing: a store on a local disk is locked."""
 
 
+def _at_nothing(point: str) -> None:
+    """Do nothing: the default for `at`."""
+
+
 def _at_home(partition: str, session_id: str) -> str:  # noqa: ARG001
     """Return that manifests lie where the store does."""
     return ""
@@ -72,7 +76,19 @@ class Controller:
         Who records which session. None: this process alone does.
     tombstones
         Where deletions are written down. None: a start sweeps what one has left.
+    at
+        Called with the name of each point of a finalize, release or deletion as it is passed; for
+        tests that kill the process there.
     """
+
+    POINTS = (
+        "manifest written",
+        "release written",
+        "tombstone written",
+        "manifest dropped",
+        "steps deleted",
+        "tombstone removed",
+    )
 
     def __init__(
         self,
@@ -87,7 +103,9 @@ class Controller:
         home: Callable[[str, str], str] = _at_home,
         leases: Leases | None = None,
         tombstones: Tombstones | None = None,
+        at: Callable[[str], None] = _at_nothing,
     ) -> None:
+        self._at = at
         self._persist = persist
         self._fence = fence
         self._catalog = catalog
@@ -173,6 +191,7 @@ class Controller:
         except BaseException:
             self._catalog.drop(incarnation)
             raise
+        self._at("manifest written")
         self._fence()  # once more: who took the store in between may have swept the Steps
         self._releases.begin(manifest)
         if self._leases is not None:
@@ -393,10 +412,12 @@ class Controller:
             _log.warning("no tombstone for %s: a sweep has to find it", incarnation, exc_info=True)
             self._catalog.drop(incarnation)
             return
+        self._at("tombstone written")
         with self._lock:
             self._dying[incarnation] = {Located(u, f"steps/{incarnation.path}") for u in units}
         try:
             self._catalog.drop(incarnation)
+            self._at("manifest dropped")
         except TqFsError:
             _log.warning("the manifest of %s goes later", incarnation, exc_info=True)
             self._catalog.forget(incarnation)
@@ -409,8 +430,10 @@ class Controller:
             # One listing, where a listing is a request.
             units = {step.unit for step in freed.steps}
             self._clear([Located(unit, f"steps/{incarnation.path}") for unit in units])
+            self._at("steps deleted")
             self._lay_to_rest(incarnation)
         else:
+            self._at("release written")
             self._clear([_at(incarnation, s.unit, s.index) for s in freed.steps])
         self._writable().cool(_at(incarnation, s.unit, s.index) for s in freed.cold)
         return len(freed.steps)
@@ -446,6 +469,7 @@ class Controller:
             if any(place.path.startswith("manifests/") for place in left):
                 self._catalog.drop(incarnation)
             self._tombstones.remove(incarnation)
+            self._at("tombstone removed")
         except TqFsError:
             _log.warning("what is left of %s could not be deleted yet", path, exc_info=True)
             return
