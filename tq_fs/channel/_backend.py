@@ -206,11 +206,11 @@ class ChannelBackend:
 
     def settle(self, prefix: str) -> None:
         """Wait until everything below `prefix` lies where the unit's policy wants it."""
-        self._ask(wire.Settle(prefix), timeout_s=None)
+        self._ask(wire.Settle(prefix))
 
     def sync(self) -> None:
         """Wait until everything is as durable as the unit's device can make it."""
-        self._ask(wire.Sync(), timeout_s=None)
+        self._ask(wire.Sync())
 
     def close(self) -> None:
         """Close the connections; idempotent."""
@@ -218,9 +218,8 @@ class ChannelBackend:
 
     # ------------------------------------------------------------ inside
 
-    def _ask(self, request: wire.AnyRequest, timeout_s: float | None = 0) -> Any:
-        answer = self._call(lambda lane: lane.ask(request, timeout_s=timeout_s))
-        return _value(answer)
+    def _ask(self, request: wire.AnyRequest) -> Any:
+        return _value(self._call(lambda lane: lane.ask(request)))
 
     def _call(self, work: Callable[[Lane], T]) -> T:
         def once() -> T:

@@ -102,7 +102,8 @@ class Lane:
         self._wait_for(self._timeout_s if timeout_s == 0 else timeout_s)
         with self._unbroken():
             self._stream.send([memoryview(prefix + header), *body])
-            answer = self._receive()
+            while isinstance(answer := self._receive(), wire.Busy):
+                pass
         if isinstance(answer, wire.Failed):
             raise wire.error_of(answer)
         return answer
