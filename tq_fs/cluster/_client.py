@@ -8,17 +8,25 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from tq_fs import manifests
-from tq_fs.backends import Backend
+from tq_fs.backends import Backend, Retry
 from tq_fs.cache import ChunkCache
 from tq_fs.channel import Identity
 from tq_fs.cluster._settings import cluster_of
 from tq_fs.config import StoreConfig
 from tq_fs.controller import finish
 from tq_fs.embedded import Parts, encode_options, reader_pool, reader_threads
-from tq_fs.errors import ObjectMissing, SegmentMissing, TqFsError, TrajectoryMissing, WrongStore
+from tq_fs.errors import (
+    ObjectMissing,
+    RetryError,
+    SegmentMissing,
+    StorageUnreachable,
+    TqFsError,
+    TrajectoryMissing,
+    WrongStore,
+)
 from tq_fs.keys import Incarnation, SegmentRef
 from tq_fs.manifests import DecodedManifest, DecodedManifests, Resolved, SessionManifest
 from tq_fs.places import open_objects, open_unit_files
@@ -27,6 +35,7 @@ from tq_fs.recovery import Recovery
 from tq_fs.trajectory import ClosedSession, decode_trajectory
 from tq_fs.units import Access, Directory, HomeDocuments, Layout, RemoteUnits, UnitReaders
 
+T = TypeVar("T")
 _BEATS = 3  # signs of life in the time of a lease
 
 _log = logging.getLogger(__name__)
@@ -143,6 +152,7 @@ class ControllerClient:
         self._units = units
         self._documents = documents
         self._store_id = config.store_id
+        self._retry = Retry(deadline_s=config.retry_deadline_s, most_s=1.0)
         persist = config.persist_trajectories
         self._persists = units.objects is not None if persist is None else persist
         self._consumers = tuple(consumers)
@@ -187,15 +197,37 @@ class ControllerClient:
         return lambda trajectory: self._documents.put(key, trajectory)
 
     def _publish(self, draft: SessionManifest) -> SessionManifest:
-        data = self._calls.publish(manifests.encode(draft))
+        data = self._patiently(self._calls.publish, manifests.encode(draft))
         return manifests.decode(data, SessionManifest, str(draft.incarnation))
 
     def discard(self, incarnation: Incarnation) -> None:
         """Delete all that an open session has written; idempotent."""
-        self._calls.discard(
-            incarnation.partition, incarnation.session_id, incarnation.incarnation_id
+        self._patiently(
+            self._calls.discard,
+            incarnation.partition,
+            incarnation.session_id,
+            incarnation.incarnation_id,
         )
         self._forget(incarnation)
+
+    def _patiently(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Call the Controller again while a unit that it needs may come back.
+
+        The Controller itself does not wait for a unit that it knows to be away.
+        """
+
+        def once() -> T | Exception:
+            try:
+                return call(*arguments)
+            except StorageUnreachable:
+                raise
+            except RetryError as error:
+                return error  # what else may pass is the caller's to try again
+
+        found = self._retry.call(once, renew=lambda: None)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _forget(self, incarnation: Incarnation) -> None:
         with self._lock:
@@ -214,11 +246,13 @@ class ControllerClient:
         known = {ref.incarnation: self._decoded.get(ref.incarnation) for ref in parsed}
         asked = {ref.incarnation: ref for ref in parsed if known[ref.incarnation] is None}
         if asked:
-            wanted = list(asked.values())
-            answers = self._calls.manifests([str(ref) for ref in wanted])
-            for ref, answer in zip(wanted, answers, strict=True):
-                known[ref.incarnation] = self._take(ref, answer)
+            known |= self._patiently(self._manifests, list(asked.values()))
         return [self._resolved(ref, known[ref.incarnation]) for ref in parsed]
+
+    def _manifests(self, refs: Sequence[SegmentRef]) -> dict[Incarnation, DecodedManifest]:
+        answers = self._calls.manifests([str(ref) for ref in refs])
+        pairs = zip(refs, answers, strict=True)
+        return {ref.incarnation: self._take(ref, answer) for ref, answer in pairs}
 
     def _take(self, ref: SegmentRef, answer: bytes | TqFsError) -> DecodedManifest:
         if isinstance(answer, TqFsError):
@@ -274,7 +308,7 @@ class ControllerClient:
     def release(self, refs: Iterable[str], consumer: str, rollout_id: int | None = None) -> int:
         """Note that a consumer needs Segments no more; return how many Steps that deleted."""
         given = list(refs)
-        count = self._calls.release(given, consumer, rollout_id)
+        count = self._patiently(self._calls.release, given, consumer, rollout_id)
         self.forget(given)
         return count
 

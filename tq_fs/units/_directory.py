@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from tq_fs.errors import StorageUnreachable, UnitLost
 from tq_fs.keys import Incarnation
@@ -43,6 +44,7 @@ class Directory:
         self._lock = threading.Lock()
         self._layout = Layout()
         self._units: dict[str, UnitAddress] = {}
+        self._unknown: set[str] = set()  # names that were asked for in vain
         self._asked = float("-inf")
 
     def layout(self, older_s: float | None = None) -> Layout:
@@ -61,6 +63,7 @@ class Directory:
     def _take(self, layout: Layout) -> None:
         self._layout = layout
         self._units = {unit.name: unit for unit in layout.units}
+        self._unknown -= self._units.keys()
         self._asked = self._clock()
 
     def find(self, name: str) -> UnitAddress:
@@ -70,11 +73,20 @@ class Directory:
         ------
         UnitLost
             There is none of this name.
+        StorageUnreachable
+            It may be one that has not reported to the Controller yet.
         """
         found = self._units.get(name)
         if found is None:
-            self.layout(_AGAIN_S)
+            # A unit that has just joined is in references sooner than in a layout of a moment ago.
+            self.layout(_AGAIN_S if name in self._unknown else 0.0)
             found = self._units.get(name)
+            if found is None:
+                self._unknown.add(name)
+        if found is None and self._layout.unnamed:
+            raise StorageUnreachable(
+                "has not reported to the Controller yet", subject=f"unit {name}"
+            )
         if found is None:
             raise UnitLost(
                 "the store's cluster has no such unit",
@@ -83,12 +95,24 @@ class Directory:
             )
         return found
 
+    def check(self, name: str) -> None:
+        """Refuse the name of a unit that there is none of; one that may report yet passes.
+
+        Raises
+        ------
+        UnitLost
+        """
+        with suppress(StorageUnreachable):
+            self.find(name)
+
     def is_lost(self, name: str) -> bool:
         """Tell whether a unit is gone for good, as far as is known."""
         try:
             return self.find(name).state == "lost"
         except UnitLost:
             return True
+        except StorageUnreachable:
+            return False
 
     def is_here(self, name: str) -> bool:
         """Tell whether a unit is of this process's node."""
@@ -124,8 +148,7 @@ class Directory:
         weights = {u.name: u.weight for u in self.layout().units if u.state == "live"}
         home = incarnation.home
         found = rank(incarnation.path, weights)
-        known = self._units.get(home)
-        if known is None or known.state == "lost":
+        if not home or self.is_lost(home):
             return found
         return [home, *(unit for unit in found if unit != home)]
 

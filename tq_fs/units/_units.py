@@ -102,12 +102,23 @@ class RemoteUnits:
     # ------------------------------------------------------------ ways
 
     def backend(self, unit: str) -> ChannelBackend:
-        """Return the way to a unit; made when it is first asked for, and kept."""
+        """Return the way to a unit; made when it is first asked for, and kept.
+
+        Raises
+        ------
+        UnitLost
+            There is no such unit.
+        StorageUnreachable
+            To the Controller, which waits for nobody who is known to be away: it has others to
+            serve, and does later what it could not do now.
+        """
         access = self._access
+        if access.epoch:
+            self.directory.endpoint(unit)
         with self._lock:
             found = self._backends.get(unit)
             if found is None:
-                self.directory.find(unit)
+                self.directory.check(unit)
                 found = self._backends[unit] = ChannelBackend(
                     _Endpoint(self.directory, unit),
                     store_id=access.store_id,
@@ -162,15 +173,18 @@ class RemoteUnits:
         """
         until = self._clock() + self._access.full_deadline_s
         pause_s, most_s = _PAUSES_S
+        home = key.incarnation.home
         while True:
             full: StorageFull | None = None
+            if self.objects is None and home and self.directory.is_lost(home):
+                self.directory.endpoint(home)  # says so
             for name in self._candidates(key.incarnation):
                 try:
                     return self._put(name, key, tokens, arrays, fresh=fresh)
                 except StorageFull as error:
                     full = error
                 except (UnitLost, RetryError):
-                    if self.objects is None:
+                    if self.objects is None and name == home:
                         raise  # the session cannot be finalized without its home
                     _log.warning("%s goes to another unit than %s", key, name, exc_info=True)
             if full is None:
