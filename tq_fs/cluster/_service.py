@@ -89,6 +89,7 @@ class ClusterController:
         self._clock = clock
         self._roster = Roster()
         self._ended = threading.Event()
+        self._observing = threading.Lock()
         self._learned: set[str] = set()
         self._settings = cluster_of(config)
         self.holder = os.urandom(8).hex()
@@ -217,18 +218,27 @@ class ClusterController:
                 _log.exception("the units could not be looked at")
 
     def _observe(self) -> None:
-        change = self._roster.observe(self._fleet.reports())
-        for name in change.went:
-            _log.error("unit %s cannot be asked any more", name)
-        for name in change.came:
-            _log.info("unit %s is there", name)
-            if name not in self._learned:
-                self._learn(name)
+        with self._observing:
+            change = self._roster.observe(self._fleet.reports())
+            for name in change.went:
+                _log.error("unit %s cannot be asked any more", name)
+            for name in change.came:
+                _log.info("unit %s is there", name)
+            for name in self._directory.live():
+                if name not in self._learned:
+                    self._learn(name)
 
     def _learn(self, name: str) -> None:
-        """Take in the manifests of a unit that was not there when the Controller started."""
+        """Take in the manifests of a unit that was not there when the Controller started.
+
+        Where that fails it is tried again: what is not known cannot be released.
+        """
         if self._units.objects is None:
-            self.controller.learn(self._units.backend(name))
+            try:
+                self.controller.learn(self._units.backend(name))
+            except TqFsError:
+                _log.warning("what unit %s holds is learnt later", name, exc_info=True)
+                return
         self._learned.add(name)
 
     # ------------------------------------------------------------ what is done by itself
