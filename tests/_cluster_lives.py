@@ -256,8 +256,8 @@ def _look(store: Store, known: dict[str, list[str]], found: Found) -> None:
     found.unreleased = {c: list(store.unreleased(c)) for c in CONSUMERS}
     sessions = dict(known)
     every = sorted(set(itertools.chain(*found.unreleased.values())))
-    for name, refs in itertools.groupby(every, key=session_of):
-        sessions.setdefault(name, list(refs))
+    for name, mine in itertools.groupby(every, key=session_of):
+        sessions.setdefault(name, list(mine))
     for name, refs in sessions.items():
         start = time.monotonic()
         try:
@@ -289,4 +289,3 @@ def _release(store: Store, found: Found) -> None:
 def session_of(ref: str) -> str:
     """Return the session id in a reference."""
     return SegmentRef.parse(ref).incarnation.session_id
-

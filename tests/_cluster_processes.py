@@ -120,7 +120,7 @@ def _nurse(pipe: Connection) -> None:
                 pid = os.fork()
                 if pid == 0:
                     pipe.close()
-                    _run(lambda: role(*arguments))  # noqa: B023  # it never returns
+                    _run(lambda: role(*arguments))  # it never returns
                 pipe.send(pid)
             case _:
                 pipe.send(_reaped())
@@ -158,7 +158,9 @@ def watched(where: Where) -> None:
     faulthandler.enable()
 
     def note(args: Any) -> None:
-        text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+        text = "".join(
+            traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        )
         where.add(FOREIGN, f"{args.thread}: {text}")
 
     threading.excepthook = note
@@ -350,14 +352,14 @@ def controller(where: Where, number: int, target: str, nth: int) -> None:
     watched(where)
     quick: Any = _service
     quick._EVERY_S, quick._PATIENCE_S = 0.1, 1.0
-    quick.Controller = functools.partial(
-        Controller, at=Deadly(where, "controller", target, nth)
-    )
+    quick.Controller = functools.partial(Controller, at=Deadly(where, "controller", target, nth))
     small: Any = _roster
     small._FULL_BYTES = 0
     while True:
         try:
-            made = ClusterController(where.config, None, Reports(where), node="nc")
+            made = ClusterController(
+                where.config, None, Reports(where), node="nc", replaced=lambda: os._exit(0)
+            )
             break
         except RetryError:
             time.sleep(0.05)

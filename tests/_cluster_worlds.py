@@ -405,7 +405,7 @@ class World:
         """Read what was finalized, and release some of it."""
         i = sum(t.finalized == 2 for t in self.sessions.values())
         self._tasks.append(("hydrate", name, told.home, told.refs, None))
-        kinds = [
+        kinds: list[list[tuple[str, str, Any]]] = [
             [("release", c, c) for c in CONSUMERS],
             [("hold", "train", ("train", i)), ("release", "eval", "eval")],
             [("release", "eval", "eval")],
@@ -441,9 +441,8 @@ class World:
 
     def _operate(self) -> None:
         self._await("the first finalize", lambda: self._counts["finalize"] or not self._work)
-        calls = FarCalls(self.where)
         todo: list[tuple[str, Callable[[], object]]] = [
-            ("sweep", lambda: calls.sweep()),
+            ("sweep", self._sweep_once),
             ("join", self._join_unit),
             ("takeover", self._take_over),
         ]
@@ -458,6 +457,9 @@ class World:
                     if not isinstance(error, RetryError) and not self.lost:
                         self.blame(f"operator: {operation}: {type(error).__name__}: {error}")
                 self._close_op("operator")
+
+    def _sweep_once(self) -> None:
+        FarCalls(self.where).sweep()
 
     def _join_unit(self) -> None:
         self._start_unit("n9")
@@ -499,9 +501,7 @@ class World:
         if aim.before and fault not in ("kill writer", "kill trainer", "reset"):
             started.wait(2.0)
 
-    def _suffer(
-        self, fault: str, node: str, who: str, aim: Aim, started: threading.Event
-    ) -> None:
+    def _suffer(self, fault: str, node: str, who: str, aim: Aim, started: threading.Event) -> None:
         match fault:
             case "kill unit" | "kill controller" | "kill unit and controller":
                 self._suffer_kill(fault, node, started)
@@ -789,15 +789,12 @@ class World:
     def cells(self) -> set[Cell | Point]:
         """Return which cells were reached."""
         ops = [*self._ops, *((*op, time.monotonic()) for op in self._opened.values())]
+        pairs = itertools.product(self._hurts, ops)
         found: set[Cell | Point] = {
-            Cell(fault, operation)
-            for (fault, _, since, until), (operation, _, begun, ended) in itertools.product(
-                self._hurts, ops
-            )
-            if since <= ended and begun <= until
+            Cell(str(hurt[0]), op[0]) for hurt, op in pairs if hurt[2] <= op[3] and op[2] <= hurt[3]
         }
-        killed = self.where.read(KILLED).split("\n")
-        found |= {Point(*line.split("/", 1)) for line in killed if line}
+        killed = [line.split("/", 1) for line in self.where.read(KILLED).split("\n") if line]
+        found.update(Point(process, name) for process, name in killed)
         return found
 
     def close(self) -> None:
@@ -946,7 +943,9 @@ def outcomes(seeds: Sequence[int], *, complete: bool, slots: int = 0) -> Iterato
         process.stdin.close()
         for line in process.stdout:
             found = json.loads(line)
-            found["cells"] = [Point(*c) if Point(*c) in POINTS else Cell(*c) for c in found["cells"]]
+            found["cells"] = [
+                Point(*c) if Point(*c) in POINTS else Cell(*c) for c in found["cells"]
+            ]
             yield Outcome(**found)
     assert process.returncode == 0, f"the runs ended with {process.returncode}"
 

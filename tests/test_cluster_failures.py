@@ -10,14 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
 
-from tests._clusters import STORE, Cluster, client_of, cluster, units_of
+from tests._clusters import STORE, Cluster, Fleet, client_of, cluster, units_of
 from tests._rollouts import assert_batch, record, refs_of, short_rollout, specs, standard_fields
 from tq_fs import Session, Store
 from tq_fs.channel import Fence
+from tq_fs.cluster._service import ClusterController
 from tq_fs.errors import (
     SegmentMissing,
     SessionClosed,
@@ -30,6 +32,7 @@ from tq_fs.errors import (
 )
 from tq_fs.keys import Incarnation, SegmentRef
 from tq_fs.storage_unit import Inventory
+from tq_fs.units import Layout
 
 FIELDS = standard_fields()
 SPECS = specs(FIELDS)
@@ -450,3 +453,59 @@ def test_a_full_disk_keeps_no_controller_away_that_could_make_room() -> None:
     room.append(True)
     ours.admit(2, "b")
     assert noted == [2]
+
+
+def test_a_controller_that_a_unit_obeys_no_more_is_told_to_end(two: Cluster) -> None:
+    """Also where it came last: the unit was away then, and had met a higher epoch before."""
+    away = two.unit("n1")
+    two.down("n1")
+    ended: list[bool] = []
+    two.restart_controller(replaced=lambda: ended.append(True))
+    two.join("n1")
+    elsewhere = Fleet()
+    elsewhere.units["n1"] = two.unit("n1")
+    for _ in range(2):
+        other = ClusterController(two.config, None, elsewhere, node="n1")
+        other.close()
+    assert other.epoch > two.controller.epoch
+    assert two.unit("n1").name == away.name
+    two.controller.look()
+    assert ended
+    last = two.restart_controller()
+    assert last.epoch > other.epoch
+
+
+# ---------------------------------------------------------------- without a Controller
+
+
+@pytest.mark.parametrize("how", ["hangs", "is gone"])
+def test_steps_are_recorded_and_read_while_the_controller_is_away(
+    two: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    back = threading.Event()
+
+    def away() -> Layout:
+        if how == "hangs":
+            back.wait(20)
+        raise UnitsUnavailable("is away", subject="the Controller")
+
+    with two.store(SPECS) as store:
+        segments, want = record(store, "before")
+        session = store.session("now")
+        directory = units_of(store).directory
+        monkeypatch.setattr(directory, "_ask", away)
+        monkeypatch.setattr(directory, "_fresh_s", 0.0)
+        for backend in units_of(store)._backends.values():
+            backend._lanes.get().close()
+            backend._lanes.forget()  # new connections have to be made, too
+        start = monotonic()
+        rollout = short_rollout(FIELDS, 3)
+        rollout.record(session)
+        assert_batch(store.hydrate(segments), want)
+        with pytest.raises(StorageUnreachable, match="the Controller does not answer"):
+            directory.find("unheard-of")
+        assert monotonic() - start < 5
+        back.set()
+        monkeypatch.undo()
+        want = [e.slime(SPECS) for e in rollout.expected("lineage")]
+        assert_batch(store.hydrate(session.finalize()), want)

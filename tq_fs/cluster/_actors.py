@@ -244,6 +244,7 @@ class ControllerActor:
                     self._identity,
                     self._fleet,
                     node=ray.get_runtime_context().get_node_id(),
+                    replaced=_end_at_once,
                 )
             except Exception as error:  # told to whoever calls
                 _log.exception("the Controller of %r could not begin", self._config.store_id)
@@ -307,6 +308,11 @@ class ControllerActor:
         if self._service is not None:
             self._service.close()
         self._fleet.stop()
+
+
+def _end_at_once() -> None:
+    """Let Ray start this actor anew, if it is still the one that it knows."""
+    os._exit(1)
 
 
 def _is_restarted() -> bool:

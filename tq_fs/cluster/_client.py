@@ -36,6 +36,7 @@ from tq_fs.trajectory import ClosedSession, decode_trajectory
 from tq_fs.units import Access, Directory, HomeDocuments, Layout, RemoteUnits, UnitReaders
 
 T = TypeVar("T")
+_LAYOUT_S = 1.0  # for the Controller to say where units are, where that is known roughly
 _BEATS = 3  # signs of life in the time of a lease
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def open_attached(
     """
     settings = cluster_of(config)
     objects = open_objects(config, opened=opened, read_only=True)
-    directory = Directory(calls.layout, node=node, clock=time.monotonic)
+    directory = Directory(calls.layout, node=node, clock=time.monotonic, patience_s=_LAYOUT_S)
     access = Access(
         store_id=config.store_id,
         identity=identity,

@@ -49,6 +49,10 @@ class Fleet(Protocol):
         """Ask all units; for each its report, or why there is none: UnitLost where it is gone."""
 
 
+def _nothing() -> None:
+    """Do nothing: the default for `replaced`."""
+
+
 class ClusterController:
     """A store's Controller among the units of a cluster. Safe to call from many threads.
 
@@ -62,6 +66,9 @@ class ClusterController:
         Its units.
     node
         Id of the node it runs on.
+    replaced
+        Called once a unit obeys another Controller: this one has to end. Where it is the last one,
+        after all, that unit was away when it began, and the next start takes a higher epoch.
     now_ns, clock
         Its clock, and monotonic seconds.
 
@@ -80,12 +87,14 @@ class ClusterController:
         fleet: Fleet,
         *,
         node: str,
+        replaced: Callable[[], None] = _nothing,
         now_ns: Callable[[], int] = time.time_ns,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.identity = identity
         self._fleet = fleet
+        self._replaced = replaced
         self._clock = clock
         self._roster = Roster()
         self._ended = threading.Event()
@@ -224,9 +233,21 @@ class ClusterController:
                 _log.error("unit %s cannot be asked any more", name)
             for name in change.came:
                 _log.info("unit %s is there", name)
+            self._check_obeyed()
             for name in self._directory.live():
                 if name not in self._learned:
                     self._learn(name)
+
+    def _check_obeyed(self) -> None:
+        for name, report in self._roster.reports().items():
+            if report.epoch > self.epoch:
+                _log.error(
+                    "unit %s obeys a Controller of epoch %d, this is %d",
+                    name,
+                    report.epoch,
+                    self.epoch,
+                )
+                self._replaced()
 
     def _learn(self, name: str) -> None:
         """Take in the manifests of a unit that was not there when the Controller started.
@@ -236,6 +257,10 @@ class ClusterController:
         if self._units.objects is None:
             try:
                 self.controller.learn(self._units.backend(name))
+            except StoreFenced:
+                _log.exception("unit %s obeys another Controller", name)
+                self._replaced()
+                return
             except TqFsError:
                 _log.warning("what unit %s holds is learnt later", name, exc_info=True)
                 return

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from tq_fs.errors import StorageUnreachable, UnitLost
+from tq_fs.errors import StorageUnreachable, TqFsError, UnitLost
 from tq_fs.keys import Incarnation
 from tq_fs.placement import rank
 from tq_fs.units._layout import Layout, UnitAddress
 
 _AGAIN_S = 0.25  # between two questions on account of failures
+
+_log = logging.getLogger(__name__)
+
+
+class _Question:
+    """What was asked and is not answered yet; nobody waits for longer than `until`."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.answered = threading.Event()
 
 
 class Directory:
@@ -27,6 +38,9 @@ class Directory:
         Monotonic seconds.
     fresh_s
         Seconds after which a layout is too old to place a session by.
+    patience_s
+        Seconds to wait for an answer where an older layout would do: no Step waits for a Controller
+        that is away. None: `ask` answers at once.
     """
 
     def __init__(
@@ -36,11 +50,14 @@ class Directory:
         node: str,
         clock: Callable[[], float],
         fresh_s: float = 5.0,
+        patience_s: float | None = None,
     ) -> None:
         self.node = node
         self._ask = ask
         self._clock = clock
         self._fresh_s = fresh_s
+        self._patience_s = patience_s
+        self._question: _Question | None = None
         self._lock = threading.Lock()
         self._layout = Layout()
         self._units: dict[str, UnitAddress] = {}
@@ -48,12 +65,41 @@ class Directory:
         self._asked = float("-inf")
 
     def layout(self, older_s: float | None = None) -> Layout:
-        """Return the layout, asked anew where it is older than that many seconds."""
+        """Return the layout, asked anew where it is older than that many seconds.
+
+        Where that fails, or takes too long, it is the one that was known before.
+        """
         limit = self._fresh_s if older_s is None else older_s
         with self._lock:
-            if self._clock() - self._asked >= limit:
+            now = self._clock()
+            if now - self._asked < limit:
+                return self._layout
+            if self._patience_s is None or not self._is_known:
                 self._take(self._ask())
-            return self._layout
+                return self._layout
+            if self._question is None:
+                self._question = _Question(now + self._patience_s)
+                threading.Thread(
+                    target=self._put, args=(self._question,), name="tq-fs-layout", daemon=True
+                ).start()
+            question = self._question
+        question.answered.wait(max(0.0, question.until - now))
+        return self._layout
+
+    @property
+    def _is_known(self) -> bool:
+        return self._asked > float("-inf")
+
+    def _put(self, question: _Question) -> None:
+        """Put a question to whoever knows the layout, and let others wait for the answer."""
+        try:
+            self.tell(self._ask())
+        except TqFsError:
+            _log.warning("the units' layout could not be asked for", exc_info=True)
+        finally:
+            with self._lock:
+                self._question = None
+            question.answered.set()
 
     def tell(self, layout: Layout) -> None:
         """Hear of a layout, from whoever knows it without being asked."""
@@ -79,8 +125,14 @@ class Directory:
         found = self._units.get(name)
         if found is None:
             # A unit that has just joined is in references sooner than in a layout of a moment ago.
-            self.layout(_AGAIN_S if name in self._unknown else 0.0)
+            older_s = _AGAIN_S if name in self._unknown else 0.0
+            since = self._clock() - older_s
+            self.layout(older_s)
             found = self._units.get(name)
+            if found is None and self._asked < since:
+                raise StorageUnreachable(
+                    "is not known, and the Controller does not answer", subject=f"unit {name}"
+                )
             if found is None:
                 self._unknown.add(name)
         if found is None and self._layout.unnamed:
