@@ -388,6 +388,25 @@ def test_no_tombstone_is_left_whose_acknowledgement_was_lost(
         assert not files(two)
 
 
+def test_no_other_thread_takes_a_tombstone_away_while_a_session_is_being_deleted(
+    two: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two.store(SPECS) as store:
+        segments, _ = record(store, "s")
+        controller = two.controller.controller
+        stones: list[bool] = []
+
+        def at(point: str) -> None:
+            if point in ("tombstone written", "manifest dropped"):
+                controller._try_again()  # as any release and any sweep does
+                stones.append(any(f.startswith("tombstones/") for f in files(two)))
+
+        monkeypatch.setattr(controller, "_at", at)
+        store.release(segments)
+        assert stones == [True, True]
+        assert not files(two)
+
+
 # ---------------------------------------------------------------- who a unit obeys
 
 

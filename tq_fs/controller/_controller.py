@@ -122,6 +122,7 @@ class Controller:
         self._start = Start(catalog, self._releases, keep=units is not None, pool=pool)
         self._leftover: dict[Located, None] = {}
         self._dying: dict[Incarnation, set[Located]] = {}
+        self._unfinished: set[Incarnation] = set()  # of those, whose deletion was gone through
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ sessions
@@ -500,14 +501,16 @@ class Controller:
         """Delete what would not go before."""
         self._clear(list(self._leftover))
         with self._lock:
-            dying = list(self._dying)
-        for incarnation in dying:
+            unfinished = list(self._unfinished)  # another thread may be at the others
+        for incarnation in unfinished:
             self._lay_to_rest(incarnation)
 
     def _lay_to_rest(self, incarnation: Incarnation) -> None:
         """Remove a tombstone, once nothing that it stands for is left."""
         with self._lock:
             left = self._dying.get(incarnation)
+            if left is not None:
+                self._unfinished.add(incarnation)
         if left is None or self._tombstones is None or any(p in self._leftover for p in left):
             return
         path = incarnation.path
@@ -521,6 +524,7 @@ class Controller:
             return
         with self._lock:
             self._dying.pop(incarnation, None)
+            self._unfinished.discard(incarnation)
 
     def _tidy(self, path: str, remove: Callable[[], None]) -> None:
         """Remove what a session left in the catalog; what will not go now, at a later start."""
