@@ -245,7 +245,8 @@ class Controller:
             with suppress(UnitLost):
                 self._catalog.drop(incarnation)
         for unit in units.may_hold(incarnation):
-            units.clear(Located(unit, f"steps/{incarnation.path}"))
+            with suppress(UnitLost):
+                units.clear(Located(unit, f"steps/{incarnation.path}"))
         if self._leases is not None:
             self._leases.close(incarnation.path)
 
