@@ -39,6 +39,7 @@ from tq_fs.errors import (
     UnitLost,
     UnitsUnavailable,
 )
+from tq_fs.units import _rest
 
 CALL_S = 8.0  # a client's patience with its Controller
 NODES = ("n0", "n1", "n2", "n9")
@@ -355,6 +356,8 @@ def controller(where: Where, number: int, target: str, nth: int) -> None:
     quick.Controller = functools.partial(Controller, at=Deadly(where, "controller", target, nth))
     small: Any = _roster
     small._FULL_BYTES = 0
+    brief: Any = _rest
+    brief._REST_S = 0.3
     while True:
         try:
             made = ClusterController(

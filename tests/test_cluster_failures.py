@@ -20,6 +20,7 @@ from tests._rollouts import assert_batch, record, refs_of, short_rollout, specs,
 from tq_fs import Session, Store
 from tq_fs.channel import Fence
 from tq_fs.cluster._service import ClusterController
+from tq_fs.controller import Leases
 from tq_fs.errors import (
     SegmentMissing,
     SessionClosed,
@@ -74,6 +75,12 @@ def files(made: Cluster) -> set[str]:
         root = made.root / node / STORE
         found |= {str(p.relative_to(root)) for p in root.rglob("*") if not p.is_dir()}
     return {f for f in found - OWN if f not in {".lock", ".staging/reserve"}}
+
+
+def left_of(made: Cluster, refs: list[str]) -> set[str]:
+    """Return what is left of references' sessions."""
+    paths = {incarnation_of(ref).path for ref in refs}
+    return {f for f in files(made) if any(path in f for path in paths)}
 
 
 def begun(store: Store, name: str) -> tuple[Session, list[dict[str, Any]]]:
@@ -168,8 +175,30 @@ def test_the_controller_does_not_wait_for_a_unit_that_it_knows_to_be_away(two: C
         assert two.join("n1").name == name
         two.controller.look()
         two.controller.sweep()
-        left = {f.split("/")[2] for f in files(two) if f.startswith(("steps", "tombstones"))}
-        assert not left & {incarnation_of(ref).session_id for ref in refs}
+        assert not left_of(two, refs)
+
+
+def test_a_unit_that_is_cut_off_is_waited_for_once_and_not_for_each_session(
+    two: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still reports: only the way between it and the Controller is cut."""
+    with two.store(SPECS) as store:
+        refs = [on(two, store, "n1", f"s{i}-")[0][0] for i in range(10)]
+        units: Any = two.controller._units
+        backend = units.backend(two.unit("n1").name)
+        lanes = backend._lanes.get()
+
+        def cut() -> Any:
+            raise StorageUnreachable("no answer", subject="unit n1")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes, "take", cut)
+            start = monotonic()
+            store.release(refs)
+            assert monotonic() - start < 5.0  # half of ten sessions with two requests each
+        backend._retry._until = 0.0
+        two.controller.sweep()
+        assert not left_of(two, refs)
 
 
 def test_what_could_not_be_learnt_of_a_unit_is_learnt_later(
@@ -193,6 +222,23 @@ def test_what_could_not_be_learnt_of_a_unit_is_learnt_later(
         two.controller.look()
         assert len(calls) == 2
         assert set(refs) <= set(store.unreleased())
+
+
+def test_a_checkpoint_counts_for_a_unit_that_was_away_as_it_was_saved(two: Cluster) -> None:
+    with two.store(SPECS) as store:
+        refs, _ = on(two, store, "n1")
+        store.release(refs, rollout_id=3)
+        two.down("n1")
+        two.restart_controller()
+        store.checkpoint_saved(3)
+        two.join("n1")
+        two.controller.look()
+        assert not left_of(two, refs)
+    with two.store(SPECS) as store:
+        refs, want = on(two, store, "n1", "later")
+        store.release(refs, rollout_id=4)
+        two.controller.look()
+        assert_batch(store.hydrate(refs), want)
 
 
 def test_a_step_is_not_recorded_elsewhere_once_the_sessions_home_is_lost(two: Cluster) -> None:
@@ -353,6 +399,36 @@ def test_who_discards_after_a_lost_acknowledgement_leaves_nothing(
         assert list(store.unreleased()) == []
 
 
+def test_what_a_live_consumer_awaits_outlives_a_new_controllers_first_sweep(
+    tmp_path: Path,
+) -> None:
+    """Nobody has told the new one yet who trains."""
+    with timed(tmp_path, cluster={"retention_s": 100.0}) as (made, time):
+        with made.store(SPECS, consumers=("train",)) as store:
+            segments, want = record(store, "s")
+            time.now += 1000
+            made.restart_controller(clock=time, now_ns=time.ns)
+            made.controller.sweep()
+            assert_batch(store.hydrate(segments), want)
+            client_of(store).renew()
+            time.now += 700
+            client_of(store).renew()
+            made.controller.sweep()
+            assert_batch(store.hydrate(segments), want)
+        made.controller.sweep()
+        assert made.controller.controller.count() == 0
+
+
+def test_a_session_is_swept_by_one_sweep_at_a_time() -> None:
+    leases = Leases(lease_s=1, grace_s=1, clock=Time())
+    assert leases.condemn("p")
+    assert not leases.condemn("p")
+    assert not leases.pin("p")
+    leases.swept("p")
+    assert leases.pin("p")
+    assert not leases.condemn("p")
+
+
 # ---------------------------------------------------------------- releases
 
 
@@ -494,6 +570,15 @@ def test_a_controller_that_a_unit_obeys_no_more_is_told_to_end(two: Cluster) -> 
     assert last.epoch > other.epoch
 
 
+def test_a_controller_whose_units_all_obey_another_one_is_told_to_end(two: Cluster) -> None:
+    ended: list[bool] = []
+    first = two.restart_controller(replaced=lambda: ended.append(True))
+    two.start_controller()
+    assert not ended
+    first.look()
+    assert ended
+
+
 # ---------------------------------------------------------------- without a Controller
 
 
@@ -528,3 +613,20 @@ def test_steps_are_recorded_and_read_while_the_controller_is_away(
         monkeypatch.undo()
         want = [e.slime(SPECS) for e in rollout.expected("lineage")]
         assert_batch(store.hydrate(session.finalize()), want)
+
+
+def test_closing_does_not_wait_for_a_controller_that_is_away(
+    two: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+
+    def hangs(*_: object) -> None:
+        back.wait(20)
+
+    store = two.store(SPECS)
+    record(store, "s")
+    monkeypatch.setattr(two.controller, "leave", hangs)
+    start = monotonic()
+    store.close()
+    assert monotonic() - start < 4.0
+    back.set()

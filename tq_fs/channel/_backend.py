@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from tq_fs.backends import Buffer, PerProcess, Retry, check_key, leave_to_parent
+from tq_fs.backends import Buffer, PerProcess, check_key, leave_to_parent
 from tq_fs.channel import _wire as wire
 from tq_fs.channel._identity import Identity
 from tq_fs.channel._lanes import Lane, Lanes
@@ -13,6 +13,13 @@ from tq_fs.errors import RetryError, StorageFailed, TqFsError
 
 T = TypeVar("T")
 Names: TypeAlias = list[tuple[str, Any]]
+
+
+class Retries(Protocol):
+    """Tries a request again, as :class:`tq_fs.backends.Retry` does."""
+
+    def call(self, request: Callable[[], T], *, renew: Callable[[], None]) -> T:
+        """Return what `request` returns, once it succeeds."""
 
 
 class ChannelBackend:
@@ -48,7 +55,7 @@ class ChannelBackend:
         store_id: str,
         unit: str,
         identity: Identity | None = None,
-        retry: Retry | None = None,
+        retry: Retries | None = None,
         timeout_s: float = 30.0,
         epoch: int = 0,
         holder: str = "",
@@ -239,7 +246,7 @@ def _again(
     store_id: str,
     unit: str,
     identity: Identity | None,
-    retry: Retry | None,
+    retry: Retries | None,
     timeout_s: float,
     epoch: int,
     holder: str,

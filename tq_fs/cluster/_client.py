@@ -37,6 +37,7 @@ from tq_fs.units import Access, Directory, HomeDocuments, Layout, RemoteUnits, U
 
 T = TypeVar("T")
 _LAYOUT_S = 1.0  # for the Controller to say where units are, where that is known roughly
+_LEAVE_S = 2.0  # for it to hear that this process ends
 _BEATS = 3  # signs of life in the time of a lease
 
 _log = logging.getLogger(__name__)
@@ -337,11 +338,19 @@ class ControllerClient:
             self._calls.renew(self._holder, self._consumers, paths)
 
     def close(self) -> None:
-        """Say that this process needs nothing any more; idempotent."""
+        """Say that this process needs nothing any more; idempotent.
+
+        A Controller that does not answer is not waited for: it finds out by itself.
+        """
         if self._ended.is_set():
             return
         self._ended.set()
-        self._thread.join()
+        leaving = threading.Thread(target=self._leave, name="tq-fs-leave", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
+
+    def _leave(self) -> None:
+        self._thread.join()  # its last sign of life comes first
         try:
             self._calls.leave(self._holder)
         except TqFsError:

@@ -122,6 +122,7 @@ class Controller:
         self._start = Start(catalog, self._releases, keep=units is not None, pool=pool)
         self._leftover: dict[Located, None] = {}
         self._dying: dict[Incarnation, set[Located]] = {}
+        self._saved: int | None = None  # of the last checkpoint, for units that are away
         self._unfinished: set[Incarnation] = set()  # of those, whose deletion was gone through
         self._lock = threading.Lock()
 
@@ -385,14 +386,18 @@ class Controller:
         """
         self._writable()
         self._fence()
+        self._saved = rollout_id if self._saved is None else max(self._saved, rollout_id)
         return sum(self._delete(i, freed) for i, freed in self._releases.saved(rollout_id))
 
     def expire(self, retention_s: float) -> int:
         """Release, for everybody, sessions that are older than that; return how many.
 
-        What a live consumer has still to release is left alone, however old it is.
+        What a live consumer has still to release is left alone, however old it is; everything is,
+        until all who are alive had time to say so.
         """
         self._fence()
+        if self._leases is not None and not self._leases.is_complete():
+            return 0
         before = self._now_ns() - int(retention_s * 1e9)
         count = 0
         for incarnation in self._releases.known():
@@ -592,6 +597,8 @@ class Controller:
                 self._resume(stone.incarnation, stone.units)
         loaded = self._start.load(within=documents)
         self._tidy_all(loaded, keep=self._is_spared)
+        if self._saved is not None:
+            self.checkpoint_saved(self._saved)
         return self._summary(loaded)
 
     def _resume(self, incarnation: Incarnation, units: Collection[str]) -> None:

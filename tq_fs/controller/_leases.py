@@ -101,9 +101,9 @@ class Leases:
             return path in self._unbroken and self._is_held(path)
 
     def condemn(self, path: str) -> bool:
-        """Take a session from its holder, to sweep it; return False where somebody records it."""
+        """Take a session from its holder to sweep it; False where it is recorded, or swept now."""
         with self._lock:
-            if self._is_held(path):
+            if path in self._condemned or self._is_held(path):
                 return False
             self._drop(path)
             self._condemned.add(path)

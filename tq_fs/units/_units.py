@@ -21,6 +21,7 @@ from tq_fs.keys import Incarnation, StepKey
 from tq_fs.steps import EncodeOptions, FieldArray, StepEntry
 from tq_fs.storage_unit import Inventory, Located, StorageUnit
 from tq_fs.units._directory import Directory
+from tq_fs.units._rest import Rest
 
 _MOST_ASKED = 3  # units that are sent a Step, one after the other, before there is a pause
 _PAUSES_S = (0.05, 1.0)
@@ -124,12 +125,16 @@ class RemoteUnits:
                     store_id=access.store_id,
                     unit=unit,
                     identity=access.identity,
-                    retry=Retry(deadline_s=access.retry_deadline_s, most_s=1.0),
+                    retry=self._retry(),
                     timeout_s=access.timeout_s,
                     epoch=access.epoch,
                     holder=access.holder,
                 )
             return found
+
+    def _retry(self) -> Retry | Rest:
+        retry = Retry(deadline_s=self._access.retry_deadline_s, most_s=1.0)
+        return Rest(retry, clock=self._clock) if self._access.epoch else retry
 
     @property
     def sent_bytes(self) -> int:
