@@ -52,7 +52,14 @@ def attached(where: Where, node: str, consumers: Sequence[str] = ()) -> Iterator
     def parts(cache: ChunkCache, opened: ExitStack) -> Parts:
         calls: Any = FarCalls(where)
         return open_attached(
-            calls, where.config, None, node=node, consumers=consumers, cache=cache, opened=opened
+            calls,
+            where.config,
+            None,
+            node=node,
+            consumers=consumers,
+            metrics=None,
+            cache=cache,
+            opened=opened,
         )
 
     with Store(where.config, SPECS, select(SPECS, None), parts, remote=True) as store:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tq_fs.cluster._service import ClusterController
 from tq_fs.embedded import Parts
 from tq_fs.errors import StorageUnreachable, TqFsError, UnitLost
 from tq_fs.fields import select
+from tq_fs.metrics import Metrics
 from tq_fs.units import RemoteUnits, UnitReaders
 
 STORE = "run"
@@ -107,20 +109,28 @@ class Cluster:
         return self.controller
 
     def store(
-        self, fields: Sequence[FieldSpec], node: str = "far", consumers: Sequence[str] = ()
+        self,
+        fields: Sequence[FieldSpec],
+        node: str = "far",
+        consumers: Sequence[str] = (),
+        metrics: Metrics | None = None,
+        **settings: Any,
     ) -> Store:
+        config = replace(self.config, **settings)
+
         def parts(cache: ChunkCache, opened: ExitStack) -> Parts:
             return open_attached(
                 _Current(self),
-                self.config,
+                config,
                 self.identity,
                 node=node,
                 consumers=consumers,
+                metrics=metrics,
                 cache=cache,
                 opened=opened,
             )
 
-        return Store(self.config, fields, select(fields, None), parts, remote=True)
+        return Store(config, fields, select(fields, None), parts, remote=True, metrics=metrics)
 
 
 class _Current:
@@ -130,7 +140,10 @@ class _Current:
         self._cluster = cluster
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._cluster.controller, name)
+        def call(*arguments: Any) -> Any:
+            return getattr(self._cluster.controller, name)(*arguments)
+
+        return call
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from tq_fs.channel import ChannelBackend, ChannelServer, Identity, Limits
 from tq_fs.channel import _wire as wire
 from tq_fs.channel._buffers import Buffers, size_of
 from tq_fs.channel._endpoint import connect, listen, parse
+from tq_fs.channel._stream import TlsStream, tune
 from tq_fs.errors import (
     BackpressureTimeout,
     InvalidConfig,
@@ -111,6 +112,32 @@ def test_without_the_stores_identity_nothing_is_served(
             stranger.get("a")
         assert eventually(lambda: server.counts.get("refused", 0) > 0)
         assert ours.get("a") == b"x"
+
+
+def test_who_does_not_shake_hands_is_let_go(tmp_path: Path) -> None:
+    limits = Limits(quiet_s=0.1)
+    with (
+        serving(tmp_path, way="tls", limits=limits) as (server, ours),
+        connect(server.endpoints[0], 5) as silent,
+    ):
+        assert silent.recv(1) == b""
+        assert server.counts["refused"] == 1
+        ours.put("a", b"x")
+
+
+def test_tls_that_has_read_ahead_is_not_idle() -> None:
+    ends = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(TlsStream, ends[0], 5, IDENTITY.context(server=True), server=True)
+        ours = TlsStream(ends[1], 5, IDENTITY.context(server=False), server=False)
+    assert ours.is_idle()
+    theirs.result().send([memoryview(bytes(100_000))])
+    ours.fill(memoryview(bytearray(99_999)))
+    assert not ours.is_idle()
+    ours.fill(memoryview(bytearray(1)))
+    assert ours.is_idle()
+    theirs.result().close()
+    ours.close()
 
 
 def test_keys_are_not_shown() -> None:
@@ -358,6 +385,8 @@ def test_buffers_are_used_again_and_stay_within_their_bound(steps: list[tuple[bo
             buffers.give(used.pop(nbytes % len(used)))
         assert sum(map(len, used)) <= buffers.nbytes <= 16 * MiB
         assert len({id(b) for b in used}) == len(used)
+    for buffer in used:  # with them, one more might be too much to keep
+        buffers.give(buffer)
     same = buffers.take(MiB)
     buffers.give(same)
     assert buffers.take(MiB - 1) is same
@@ -711,6 +740,17 @@ def test_an_endpoint_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"mine"
     with pytest.raises(InvalidConfig, match="is longer than 107 bytes"):
         listen(f"unix:/{'x' * 107}")
+
+
+def test_tcp_has_room_from_the_start_and_is_not_paced_within_a_host(tmp_path: Path) -> None:
+    with serving(tmp_path, way="tcp") as (server, _), connect(server.endpoints[0], 5) as sock:
+        assert eventually(lambda: server.lanes == 1)
+        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        tune(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) > before
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+        control = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert control.rstrip(b"\0") == b"reno"
 
 
 def test_a_socket_is_for_its_owner_only(tmp_path: Path) -> None:

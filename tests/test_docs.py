@@ -38,7 +38,14 @@ def blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
-def commands() -> list[str]:
+def commands(*, cluster: bool = False) -> list[str]:
+    """Return what is run here; or what needs a Ray cluster, which tests/test_cluster_ray.py runs."""
+    found = [c for c in _all_commands() if c.startswith("tq-fs cluster") == cluster]
+    assert found
+    return found
+
+
+def _all_commands() -> list[str]:
     fenced = [
         line.split("#")[0].strip() for _, body in blocks("bash") for line in body.splitlines()
     ]

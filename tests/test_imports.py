@@ -21,6 +21,7 @@ PACKAGE = Path(tq_fs.__file__).parent
 # ``tq_fs`` is the package's own ``__init__``.
 LAYERS = (
     ("errors",),
+    ("metrics", "logs"),
     ("keys", "fields", "budget", "cache", "memory", "storage_options", "placement"),
     ("config",),
     ("model_config", "narrow"),
@@ -47,7 +48,7 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 STORAGE = {"aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "obstore", "s3fs"}
 OPTIONAL = STORAGE | {
     "torch", "ray", "transformers", "matplotlib", "psutil", "tensorstore", "pytest",
-    "cryptography",
+    "cryptography", "prometheus_client",
 }  # fmt: skip
 ONLY_JUDGES = {"zarr"}  # opens Steps for users and tests; the fast path does without
 LINKS = {"backends", "manifests"}  # at the root of the repository: tq_fs by another name
@@ -139,6 +140,10 @@ def of_tls(found: Import) -> bool:
     return found.target.split(".")[0] == "cryptography"
 
 
+def of_metrics(found: Import) -> bool:
+    return found.target.split(".")[0] in {"prometheus_client", "ray"}
+
+
 def test_every_module_has_a_layer() -> None:
     modules = {module_name(p) for p in PACKAGE.rglob("*.py")}
     assert {unit(m) for m in modules} <= set(RANK)
@@ -176,8 +181,8 @@ def test_nothing_imports_the_links_at_the_root() -> None:
 
 
 def test_optional_libraries_stay_at_the_edges() -> None:
-    """Two go deeper: torch in hydrate when tensors are asked for, else in annotations; and what
-    talks to object stores in the backends, when one is made."""
+    """Some go deeper: torch in hydrate when tensors are asked for, else in annotations; what talks
+    to object stores in the backends, when one is made; and where metrics go, when they go there."""
     wrong = [
         str(found)
         for found in imports()
@@ -187,6 +192,8 @@ def test_optional_libraries_stay_at_the_edges() -> None:
         and not (found.target == "torch" and found.typing)
         and not (unit(found.importer) == "backends" and of_storage(found) and found.lazy)
         and not (unit(found.importer) == "channel" and of_tls(found) and found.lazy)
+        and not (unit(found.importer) == "metrics" and of_metrics(found) and found.lazy)
+        and not (found.target == "prometheus_client" and found.typing)
     ]
     assert wrong == []
     assert any(map(of_storage, imports()))

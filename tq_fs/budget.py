@@ -33,6 +33,7 @@ class ByteBudget:
         self._subject = subject
         self._used = 0
         self._peak = 0
+        self._holders = 0
         self._queue: deque[object] = deque()
         self._room = threading.Condition()
 
@@ -45,6 +46,16 @@ class ByteBudget:
     def peak_bytes(self) -> int:
         """Most bytes that were ever given out at once."""
         return self._peak
+
+    @property
+    def holders(self) -> int:
+        """Callers that were given bytes and have not given them back."""
+        return self._holders
+
+    @property
+    def waiting(self) -> int:
+        """Callers that wait for room."""
+        return len(self._queue)
 
     def acquire(self, nbytes: int) -> None:
         """Take `nbytes`, waiting behind earlier callers until they are free.
@@ -73,15 +84,17 @@ class ByteBudget:
                         raise self._timeout(nbytes)
                     self._room.wait(min(left, threading.TIMEOUT_MAX))
                 self._used += nbytes
+                self._holders += 1
                 self._peak = max(self._peak, self._used)
             finally:
                 self._queue.remove(ticket)
                 self._room.notify_all()
 
     def release(self, nbytes: int) -> None:
-        """Give `nbytes` back."""
+        """Give back the `nbytes` of one :meth:`acquire`."""
         with self._room:
             self._used -= nbytes
+            self._holders -= 1
             self._room.notify_all()
 
     def _timeout(self, nbytes: int) -> BackpressureTimeout:

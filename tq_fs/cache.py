@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy.typing as npt
+
+from tq_fs.metrics import Sample
 
 Array = npt.NDArray[Any]
 
@@ -64,3 +66,10 @@ class ChunkCache:
         with self._lock:
             self._chunks.clear()
             self._used = 0
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield what :meth:`tq_fs.metrics.Metrics.watch` wants to know."""
+        yield Sample("tqfs_cache_hits_total", self.hits)
+        yield Sample("tqfs_cache_misses_total", self.misses)
+        yield Sample("tqfs_cache_bytes", self._used)
+        yield Sample("tqfs_cache_limit_bytes", self.limit_bytes)

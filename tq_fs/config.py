@@ -118,6 +118,11 @@ class ClusterConfig:
         Seconds after that for which its open sessions are left alone.
     sweep_s
         Seconds between sweeps for what nobody refers to; 0 for none.
+    metrics_port
+        First port of the node at which its units, and the Controller, serve Prometheus; each takes
+        the next that is free. 0 for any, None for none.
+    ray_metrics
+        Publish their metrics through Ray as well.
     retention_s
         Seconds after which a session is deleted that nobody released and no live consumer awaits;
         None for never.
@@ -138,6 +143,8 @@ class ClusterConfig:
     lease_s: float = 30.0
     grace_s: float = 600.0
     sweep_s: float = 600.0
+    metrics_port: int | None = None
+    ray_metrics: bool = False
     retention_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -152,6 +159,9 @@ class ClusterConfig:
         )
         for name in numbers:
             _check_number(f"cluster.{name}", getattr(self, name))
+        if self.metrics_port is not None:
+            _check_whole("cluster.metrics_port", self.metrics_port, 0)
+        _check_flag("cluster.ray_metrics", self.ray_metrics)
         if self.retention_s is not None:
             _check_number("cluster.retention_s", self.retention_s)
         for path in (*self.paths, *(p for _, paths in self._by_node() for p in paths)):

@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tq_fs.backends import Readable
+from tq_fs.backends import Readable, TieredBackend
 from tq_fs.cache import ChunkCache
 from tq_fs.config import StoreConfig
 from tq_fs.controller import Controller, ControllerCalls
 from tq_fs.manifests import Catalog
+from tq_fs.metrics import Metrics
 from tq_fs.places import open_places
 from tq_fs.reader import SegmentReader
 from tq_fs.recovery import Recovery
@@ -57,6 +58,7 @@ def open_embedded(
     *,
     read_only: bool,
     now_ns: Callable[[], int],
+    metrics: Metrics | None,
     cache: ChunkCache,
     opened: ExitStack,
 ) -> Parts:
@@ -67,6 +69,8 @@ def open_embedded(
     StoreBusy, WrongStore, InvalidConfig, BucketMissing, StorageDenied, StorageFailed
     """
     places = open_places(url, config, read_only=read_only, opened=opened)
+    if metrics is not None and isinstance(places.steps, TieredBackend):
+        opened.callback(metrics.watch(places.steps.samples))
     threads = reader_threads(config, remote=places.remote)
     pool = reader_pool(threads, opened)
     units = None
@@ -93,7 +97,12 @@ def open_embedded(
         controller=controller,
         units=units,
         reader=SegmentReader(
-            controller.resolve, OnePlace(places.steps), pool=pool, threads=threads, cache=cache
+            controller.resolve,
+            OnePlace(places.steps),
+            pool=pool,
+            threads=threads,
+            cache=cache,
+            metrics=metrics,
         ),
         url=places.url,
         location=places.folder,

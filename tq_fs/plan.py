@@ -110,6 +110,13 @@ class ArrayRead(NamedTuple):
         """Key of the object."""
         return f"{self.prefix}/{self.field}/{self.layout.object_name}"
 
+    def nbytes(self, span: Span) -> int:
+        """Return the stored bytes of a span's chunks."""
+        sizes = self.entry.sizes
+        if sizes is not None:
+            return sum(sizes[span.first : span.last])
+        return (span.last - span.first) * self.layout.stored_nbytes(0, None)
+
     def subject(self, position: int | None = None) -> str:
         """Name the Step, the field and, where given, the chunk."""
         name = f"{StepKey(self.incarnation, self.step)}, {self.field}"

@@ -7,7 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import nullcontext
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +23,13 @@ from tq_fs.errors import (
     ObjectMissing,
     StepMissing,
     TqFsError,
+    UnitLost,
 )
 from tq_fs.fields import UNKNOWN
+from tq_fs.keys import Incarnation
+from tq_fs.logs import carried, log_context
 from tq_fs.manifests import Resolved
+from tq_fs.metrics import Counter, Metrics
 from tq_fs.placing import Memory, cut, direct, mark_rows, place, read_chunks, read_direct, views
 from tq_fs.plan import ArrayRead, Range, Span, Want, clip, field_rows, plan_reads, selection
 
@@ -73,6 +79,11 @@ class SegmentReader:
         How many threads, the calling one included, read at a time.
     cache
         Keeps chunks that several Segments of a session share; stays the caller's.
+    metrics
+        Counts bytes and spans by their unit, seconds and errors; None counts nothing.
+    gone
+        Asks anew whether a session is there of which a Step is gone: the reason where it is not.
+        For processes that may have missed a release.
     """
 
     def __init__(
@@ -83,7 +94,10 @@ class SegmentReader:
         pool: Executor | None,
         threads: int,
         cache: ChunkCache,
+        metrics: Metrics | None = None,
+        gone: Callable[[Incarnation], TqFsError | None] = lambda _: None,
     ) -> None:
+        self._gone = gone
         self._resolve = resolve
         self._backends = backends
         self._pool = pool
@@ -92,10 +106,13 @@ class SegmentReader:
         self._memories: SimpleQueue[Memory] = SimpleQueue()
         for _ in range(self._threads):
             self._memories.put(Memory())
+        self._meter = None if metrics is None else _Meter(metrics)
+        self._failures = nullcontext() if metrics is None else metrics.failures("read")
 
     def resolve(self, refs: Iterable[str]) -> list[Resolved]:
         """Return what references stand for; see the Controller."""
-        return self._resolve(refs)
+        with self._failures:
+            return self._resolve(refs)
 
     def read(
         self,
@@ -131,6 +148,14 @@ class SegmentReader:
         StepMissing, ObjectShort, ChunkCorrupt
             What is stored is not what was written; names Step, field and chunk.
         """
+        with self._failures:
+            read = self._planned(ref, field, rows, layers, out)
+        self.fetch([read], layers=layers)
+        return read.out
+
+    def _planned(
+        self, ref: str, field: str, rows: Range | None, layers: Range | None, out: Array | None
+    ) -> Read:
         (segment,) = self._resolve((ref,))
         length = field_rows(segment, field)
         rows = (0, length) if rows is None else clip(rows, length, f"{ref}, rows of {field}")
@@ -142,8 +167,7 @@ class SegmentReader:
                 f"is {out.dtype} {list(out.shape)}, a writable {dtype} {list(shape)} is needed",
                 subject="destination",
             )
-        self.fetch([Read(segment, field, (rows,), out)], layers=layers)
-        return out
+        return Read(segment, field, (rows,), out)
 
     def fetch(self, reads: Sequence[Read], *, layers: Range | None = None) -> None:
         """Fill the destinations of several reads; what they share is read once.
@@ -160,6 +184,13 @@ class SegmentReader:
         StepMissing, ObjectShort, ChunkCorrupt
             The first failure; destinations are then undefined, and no longer written to.
         """
+        begun = perf_counter()
+        with self._failures:
+            self._fetch(reads, layers)
+        if self._meter is not None:
+            self._meter.took.observe(perf_counter() - begun)
+
+    def _fetch(self, reads: Sequence[Read], layers: Range | None) -> None:
         wants = [Want(r.segment, r.field, r.rows, i) for i, r in enumerate(reads)]
         outs = [r.out for r in reads]
         plan = plan_reads(wants, layers)
@@ -168,7 +199,8 @@ class SegmentReader:
         stop = threading.Event()
         futures: list[Future[None]] = []
         if self._pool is not None:
-            futures = [self._pool.submit(self._work, tasks, outs, stop) for _ in range(helpers)]
+            work = carried(self._work)
+            futures = [self._pool.submit(work, tasks, outs, stop) for _ in range(helpers)]
         try:
             self._work(tasks, outs, stop)
         finally:
@@ -185,12 +217,14 @@ class SegmentReader:
     ) -> None:
         memory = self._memories.get()
         try:
-            while not stop.is_set():
-                try:
-                    read, span = tasks.popleft()
-                except IndexError:
-                    return
-                self._fetch_span(read, span, outs, memory)
+            with log_context() as about:
+                while not stop.is_set():
+                    try:
+                        read, span = tasks.popleft()
+                    except IndexError:
+                        return
+                    about.session, about.step = read.incarnation.session_id, read.step
+                    self._fetch_span(read, span, outs, memory)
         except BaseException:
             stop.set()
             raise
@@ -207,6 +241,9 @@ class SegmentReader:
                 self._trusting(mask, lambda: self._mark_unknown(read, span, outs, memory))
         except ObjectMissing as error:
             raise self._missing(read, error) from error
+        except UnitLost as error:
+            subject = f"{read.subject()}, on {error.subject}"
+            raise UnitLost(error.problem, subject=subject, remedy=error.remedy) from error
 
     def _trusting(self, read: ArrayRead, fetch: Callable[[], None]) -> None:
         """Fetch, and once more where the bytes may have been damaged on their way."""
@@ -219,7 +256,7 @@ class SegmentReader:
             fetch()
 
     def _missing(self, read: ArrayRead, error: ObjectMissing) -> TqFsError:
-        return StepMissing(
+        return self._gone(read.incarnation) or StepMissing(
             f"its object {error.subject} is gone",
             subject=read.subject(),
             remedy="the Segment was released while it was read, or the file was deleted: "
@@ -237,11 +274,14 @@ class SegmentReader:
         with backend.open(read.key) as source:
             if target is not None:
                 read_direct(read, span, target, source)
-                return
-            for position, chunk in read_chunks(read, span, source, memory, backend.request_bytes):
-                if shared:
-                    self.cache.put((read.key, position), chunk)
-                place(read, position, chunk, outs)
+            else:
+                chunks = read_chunks(read, span, source, memory, backend.request_bytes)
+                for position, chunk in chunks:
+                    if shared:
+                        self.cache.put((read.key, position), chunk)
+                    place(read, position, chunk, outs)
+        if self._meter is not None:
+            self._meter.got(read, span)
 
     def _mark_unknown(
         self, read: ArrayRead, span: Span, outs: Sequence[Array], memory: Memory
@@ -257,6 +297,8 @@ class SegmentReader:
             for position, chunk in read_chunks(mask, span, source, memory, backend.request_bytes):
                 for view in views(mask, position, outs):
                     view.target[cut(mask, position, chunk, view).view(bool)] = UNKNOWN
+        if self._meter is not None:
+            self._meter.got(mask, span)
 
     # ------------------------------------------------------------ cache
 
@@ -270,3 +312,26 @@ class SegmentReader:
         for position, chunk in chunks:
             place(read, position, chunk, outs)
         return True
+
+
+class _Meter:
+    """What is counted of reads."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._by_unit: dict[str, tuple[Counter, Counter]] = {}
+        self.took = metrics.histogram("tqfs_read_seconds")
+
+    def got(self, read: ArrayRead, span: Span) -> None:
+        nbytes, spans = self._of(read.unit)
+        nbytes.add(read.nbytes(span))
+        spans.add()
+
+    def _of(self, unit: str) -> tuple[Counter, Counter]:
+        found = self._by_unit.get(unit)
+        if found is None:
+            found = self._by_unit[unit] = (
+                self._metrics.counter("tqfs_read_bytes_total", source=unit),
+                self._metrics.counter("tqfs_read_spans_total", source=unit),
+            )
+        return found

@@ -11,6 +11,7 @@ from typing import Any
 import numpy.typing as npt
 
 from tq_fs.controller import ControllerCalls
+from tq_fs.logs import log_context
 from tq_fs.manifests import View
 from tq_fs.trajectory import (
     ClosedSession,
@@ -160,7 +161,8 @@ class Session:
     def submit(self, step: StepInput) -> Future[StepRecord]:
         """Send a Step off; see :meth:`tq_fs.writer.StepWriter.submit`."""
         self._check_open()
-        future = self._writer.submit(self._trajectory, step)
+        with log_context(store=self._store_id):
+            future = self._writer.submit(self._trajectory, step)
         with self._lock:
             self._pending.add(future)
         future.add_done_callback(self._settled)
@@ -213,13 +215,14 @@ class Session:
         """
         self._check_open()
         chosen = check_views(views)
-        self._drain()
-        self._trajectory.close("finalized")
-        try:
-            return self._finalize(chosen, consumers, extra or {})
-        except BaseException:
-            self._trajectory.reopen()
-            raise
+        with log_context(store=self._store_id, session=self.session_id):
+            self._drain()
+            self._trajectory.close("finalized")
+            try:
+                return self._finalize(chosen, consumers, extra or {})
+            except BaseException:
+                self._trajectory.reopen()
+                raise
 
     def discard(self) -> None:
         """End the session and delete what it has written; idempotent.
@@ -230,7 +233,8 @@ class Session:
         self._trajectory.close("discarded", again=True)
         self._drain()
         if self._controller is not None:
-            self._controller.discard(self._trajectory.incarnation)
+            with log_context(store=self._store_id, session=self.session_id):
+                self._controller.discard(self._trajectory.incarnation)
 
     def _drain(self) -> None:
         with self._lock:

@@ -30,8 +30,10 @@ from tq_fs.errors import (
 from tq_fs.fields import FieldSpec
 from tq_fs.hydrate import Allocate, Hydrator, Selection
 from tq_fs.keys import Incarnation
+from tq_fs.logs import log_context
 from tq_fs.manifests import Catalog, Mode
 from tq_fs.memory import mapped_empty
+from tq_fs.metrics import Metrics
 from tq_fs.micro_batches import MicroBatches, by_budget, by_count
 from tq_fs.places import open_places
 from tq_fs.plan import Range
@@ -55,6 +57,7 @@ def open_store(
     config: StoreConfig | None = None,
     read_only: bool = False,
     now_ns: Callable[[], int] = time.time_ns,
+    metrics: Metrics | None = None,
     **settings: Any,
 ) -> Store:
     """Open a store, or make it where there is none.
@@ -73,6 +76,8 @@ def open_store(
         Only hydrate: any number of processes may, beside the one that writes.
     now_ns
         The Controller's clock.
+    metrics
+        Counts what passes; stays the caller's, who publishes it (:class:`tq_fs.metrics.Metrics`).
     settings
         Single settings that replace those of `config`, such as ``store_id="run-7"``.
 
@@ -97,15 +102,21 @@ def open_store(
     )
     selected = f.select(fields, merged.transfer)
     if url is None or not selected:
-        return Store(merged, fields, frozenset(), None)
+        return Store(merged, fields, frozenset(), None, metrics=metrics)
 
     def parts(cache: ChunkCache, opened: ExitStack) -> Parts:
         return open_embedded(
-            url, merged, read_only=read_only, now_ns=now_ns, cache=cache, opened=opened
+            url,
+            merged,
+            read_only=read_only,
+            now_ns=now_ns,
+            metrics=metrics,
+            cache=cache,
+            opened=opened,
         )
 
     remote = not url.startswith("file:")
-    return Store(merged, fields, selected, parts, remote=remote)
+    return Store(merged, fields, selected, parts, remote=remote, metrics=metrics)
 
 
 def recover_store(
@@ -176,6 +187,7 @@ class Store:
         parts: Open | None,
         *,
         remote: bool = False,
+        metrics: Metrics | None = None,
     ) -> None:
         self.config = config
         self._specs = tuple(fields)
@@ -202,7 +214,12 @@ class Store:
             self.reader = made.reader if made else None
             self._controller = made.controller if made else None
             self._read_only = made is not None and units is None
-            self._writer = StepWriter(units, selected, pool=writers, budget=self._budget)
+            self._writer = StepWriter(
+                units, selected, pool=writers, budget=self._budget, metrics=metrics
+            )
+            if metrics is not None:
+                opened.callback(metrics.watch(self._writer.samples))
+                opened.callback(metrics.watch(self.cache.samples))
             self._hydrator = Hydrator(self._specs, self.reader)
             self._closing = opened.pop_all()
 
@@ -277,7 +294,8 @@ class Store:
         if self._controller is None:
             return 0
         given = _refs([refs] if isinstance(refs, str) else refs)
-        return self._controller.release(given, consumer, rollout_id)
+        with log_context(store=self.config.store_id):
+            return self._controller.release(given, consumer, rollout_id)
 
     def checkpoint_saved(self, rollout_id: int) -> int:
         """Release what is held for a rollout, or for an earlier one; returns how many Steps go.
@@ -348,7 +366,8 @@ class Store:
         """
         self._check_open()
         select = _selection(fields, layers, tokens)
-        return self._hydrator.tensors(self._samples(samples), select)
+        with log_context(store=self.config.store_id):
+            return self._hydrator.tensors(self._samples(samples), select)
 
     def micro_batches(
         self,

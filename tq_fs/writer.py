@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import nullcontext
+from time import perf_counter
 from typing import NamedTuple
 
 from tq_fs.budget import ByteBudget
 from tq_fs.errors import ObjectExists, SessionClosed, TqFsError
 from tq_fs.fields import FieldSpec
-from tq_fs.steps import FieldArray
+from tq_fs.logs import carried, log_context
+from tq_fs.metrics import Counter, Metrics, Sample
+from tq_fs.steps import FieldArray, StepEntry
 from tq_fs.storage_unit import Units
 from tq_fs.trajectory import PlannedStep, StepInput, StepRecord, Trajectory
 
@@ -31,6 +35,9 @@ class StepWriter:
         Writer threads; stays the caller's.
     budget
         Bounds the bytes of Steps that are on their way; stays the caller's.
+    metrics
+        Counts Steps, bytes, seconds and errors; None counts nothing. The queue is for
+        :meth:`~tq_fs.metrics.Metrics.watch`: see :meth:`samples`.
     """
 
     def __init__(
@@ -40,16 +47,27 @@ class StepWriter:
         *,
         pool: Executor,
         budget: ByteBudget,
+        metrics: Metrics | None = None,
     ) -> None:
         self._units = units
         self._selected = selected if units is not None else frozenset()
         self._pool = pool
         self._budget = budget
+        self._meter = None if metrics is None else _Meter(metrics)
+        self._failures = nullcontext() if metrics is None else metrics.failures("write")
 
     @property
     def selected(self) -> frozenset[str]:
         """Fields that go to the store."""
         return self._selected
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield what :meth:`tq_fs.metrics.Metrics.watch` wants to know."""
+        yield Sample("tqfs_inflight_steps", self._budget.holders)
+        yield Sample("tqfs_inflight_bytes", self._budget.used_bytes)
+        yield Sample("tqfs_inflight_peak_bytes", self._budget.peak_bytes)
+        yield Sample("tqfs_inflight_limit_bytes", self._budget.limit_bytes)
+        yield Sample("tqfs_inflight_waiting", self._budget.waiting)
 
     def submit(self, trajectory: Trajectory, step: StepInput) -> Future[StepRecord]:
         """Check a Step and send its selected fields off.
@@ -70,6 +88,11 @@ class StepWriter:
         BackpressureTimeout, StepTooLarge
             No room; nothing was written.
         """
+        with self._failures:
+            return self._submit(trajectory, step)
+
+    def _submit(self, trajectory: Trajectory, step: StepInput) -> Future[StepRecord]:
+        since = perf_counter()
         planned = trajectory.plan(step)
         kept = frozenset(planned.record.arrays) - self._selected
         arrays = _selected(trajectory.specs, planned, self._selected)
@@ -79,10 +102,10 @@ class StepWriter:
             return done
         nbytes = sum(array.values.nbytes for array in arrays)
         self._budget.acquire(nbytes)
-        load = [_Load(planned, arrays, kept)]
+        load = [_Load(planned, arrays, kept, since)]
         del planned, arrays
         try:
-            future = self._pool.submit(_put_and_commit, self._units, trajectory, load)
+            future = self._pool.submit(carried(self._write), self._units, trajectory, load)
         except BaseException as error:
             self._budget.release(nbytes)
             if isinstance(error, RuntimeError):  # how a pool says that it was shut down
@@ -96,6 +119,40 @@ class StepWriter:
 
         future.add_done_callback(settled)
         return future
+
+    def _write(self, units: Units, trajectory: Trajectory, load: Sequence[_Load]) -> StepRecord:
+        begun = perf_counter()
+        key, since = load[0].planned.key, load[0].since
+        with log_context(session=key.incarnation.session_id, step=key.step_index), self._failures:
+            record = _put_and_commit(units, trajectory, load)
+        if self._meter is not None and record.stored is not None:
+            self._meter.wrote(record.stored, waited_s=begun - since, took_s=perf_counter() - begun)
+        return record
+
+
+class _Meter:
+    """What is counted of a Step that was written."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._targets: dict[str, tuple[Counter, Counter]] = {}
+        self._waited = metrics.histogram("tqfs_step_queue_seconds")
+        self._took = metrics.histogram("tqfs_step_write_seconds")
+
+    def wrote(self, stored: StepEntry, *, waited_s: float, took_s: float) -> None:
+        self._waited.observe(waited_s)
+        self._took.observe(took_s)
+        steps, nbytes = self._by_target(stored.unit)
+        steps.add()
+        nbytes.add(stored.nbytes)
+
+    def _by_target(self, unit: str) -> tuple[Counter, Counter]:
+        known = self._targets.get(unit)
+        if known is None:
+            steps = self._metrics.counter("tqfs_steps_written_total", target=unit)
+            nbytes = self._metrics.counter("tqfs_written_bytes_total", target=unit)
+            known = self._targets[unit] = steps, nbytes
+        return known
 
 
 def _selected(
@@ -111,10 +168,11 @@ class _Load(NamedTuple):
     planned: PlannedStep
     arrays: Sequence[FieldArray]
     kept: frozenset[str]
+    since: float
 
 
 def _put_and_commit(units: Units, trajectory: Trajectory, load: Sequence[_Load]) -> StepRecord:
-    planned, arrays, kept = load[0]
+    planned, arrays, kept, _ = load[0]
     try:
         stored = units.put(planned.key, len(planned.record.tokens), arrays, fresh=True)
         return trajectory.commit(planned, stored, kept)

@@ -94,6 +94,11 @@ class Front:
         """What the groups take of the disk."""
         return self._ledger.used_bytes
 
+    @property
+    def limit_bytes(self) -> int:
+        """What they may take now: the capacity, or less where others fill the disk."""
+        return self._limit()
+
     # ------------------------------------------------------------ come
 
     def add(

@@ -16,6 +16,7 @@ from tq_fs.backends._objects import ObjectBackend
 from tq_fs.backends._places import place_of
 from tq_fs.backends._tier_writer import TierWriter, check_policy
 from tq_fs.errors import ObjectMissing, ReadOnlyStore, WrongProcess
+from tq_fs.metrics import Sample
 
 MiB = 1024 * 1024
 
@@ -305,6 +306,22 @@ class TieredBackend:
             upload_failures=writer.queue.failures,
             front_failures=writer.spills.count + writer.misses.count,
         )
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield what :meth:`tq_fs.metrics.Metrics.watch` wants to know."""
+        stats = self.stats()
+        yield Sample("tqfs_tier_promoted_objects_total", stats.promoted)
+        if (writer := self._writer) is None:
+            return
+        yield Sample("tqfs_tier_front_bytes", stats.front_bytes)
+        yield Sample("tqfs_tier_queued_groups", stats.queued_groups)
+        yield Sample("tqfs_tier_queued_bytes", stats.queued_bytes)
+        yield Sample("tqfs_tier_queue_limit_bytes", writer.queue.limit_bytes)
+        yield Sample("tqfs_tier_evicted_groups_total", stats.evicted)
+        yield Sample("tqfs_tier_spilled_groups_total", stats.spilled)
+        yield Sample("tqfs_tier_upload_failures_total", stats.upload_failures)
+        yield Sample("tqfs_tier_front_failures_total", stats.front_failures)
+        yield Sample("tqfs_tier_front_limit_bytes", writer.front.limit_bytes)  # asks the disk: last
 
     # ------------------------------------------------------------ start and end
 

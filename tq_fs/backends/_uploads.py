@@ -91,6 +91,11 @@ class UploadQueue:
         """Bytes that are not uploaded yet, and those that writers were promised room for."""
         return self._used
 
+    @property
+    def limit_bytes(self) -> int:
+        """Bound of those."""
+        return self._limit
+
     # ------------------------------------------------------------ writers
 
     def reserve(self, nbytes: int) -> None:

@@ -25,7 +25,7 @@ class Lane:
     Parameters
     ----------
     stream
-        The connection; becomes the lane's.
+        The connection, which waits for `timeout_s`; becomes the lane's.
     hello
         What to say first: the store that the unit has to serve.
     subject
@@ -52,8 +52,7 @@ class Lane:
         self._set_timeout_s: float | None = timeout_s
         self._owed = 0  # bytes of the last answer that were not read yet
         self._broken = False
-        self._prefix = bytearray(wire.PREFIX.size)
-        stream.set_timeout(timeout_s)
+        self._prefix = memoryview(bytearray(wire.PREFIX.size))
         answer = self.ask(hello)
         if not isinstance(answer, wire.Welcome):
             raise ProtocolMismatch(f"answered {type(answer).__name__}", subject=subject)
@@ -100,10 +99,14 @@ class Lane:
         nbytes = sum(part.nbytes for part in body)
         prefix = wire.PREFIX.pack(wire.MAGIC, len(header), nbytes)
         self._wait_for(self._timeout_s if timeout_s == 0 else timeout_s)
-        with self._unbroken():
+        self._broken = True  # unless all of it goes well
+        try:
             self._stream.send([memoryview(prefix + header), *body])
             while isinstance(answer := self._receive(), wire.Busy):
                 pass
+        except OSError as error:
+            raise unreachable(error, self._subject) from error
+        self._broken = False
         if isinstance(answer, wire.Failed):
             raise wire.error_of(answer)
         return answer
@@ -116,8 +119,10 @@ class Lane:
         StorageUnreachable
             The unit broke off.
         """
-        with self._unbroken():
+        try:
             self._stream.fill(view)
+        except OSError as error:
+            raise unreachable(error, self._subject) from error
         self._owed -= view.nbytes
 
     @property
@@ -126,7 +131,7 @@ class Lane:
         return self._owed
 
     def _receive(self) -> wire.AnyAnswer:
-        self._stream.fill(memoryview(self._prefix))
+        self._stream.fill(self._prefix)
         magic, length, self._owed = wire.PREFIX.unpack(self._prefix)
         if magic != wire.MAGIC or length > wire.MOST_HEADER:
             raise ProtocolMismatch(
@@ -144,17 +149,6 @@ class Lane:
         if timeout_s != self._set_timeout_s:
             self._stream.set_timeout(timeout_s)
             self._set_timeout_s = timeout_s
-
-    @contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """Raise errors of ours; whatever fails here leaves the lane of no use."""
-        try:
-            yield
-        except BaseException as error:
-            self._broken = True
-            if isinstance(error, OSError):
-                raise unreachable(error, self._subject) from error
-            raise
 
 
 _DATA = wire.Data()
@@ -267,10 +261,10 @@ class Lanes:
         endpoint = self._endpoint if isinstance(self._endpoint, str) else self._endpoint()
         try:
             sock = connect(endpoint, self._timeout_s)
-            if self._tls is None or endpoint.startswith("unix:"):
-                return Stream(sock)
             try:
-                return TlsStream(self._tls.wrap_socket(sock))
+                if self._tls is None or endpoint.startswith("unix:"):
+                    return Stream(sock, self._timeout_s)
+                return TlsStream(sock, self._timeout_s, self._tls, server=False)
             except BaseException:
                 sock.close()
                 raise

@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -35,6 +35,8 @@ from tq_fs.errors import (
     TqFsError,
     WrongStore,
 )
+from tq_fs.logs import carried, log_context
+from tq_fs.metrics import Sample
 
 _log = logging.getLogger(__name__)
 _DRAIN = 64 * 1024
@@ -133,6 +135,18 @@ class ChannelServer:
         """Bytes of writes that were received and are not stored yet."""
         return self._service.budget.used_bytes
 
+    def samples(self) -> Iterator[Sample]:
+        """Yield what :meth:`tq_fs.metrics.Metrics.watch` wants to know."""
+        counts = self.counts
+        for what in ("requests", "received_bytes", "sent_bytes", "refused", "malformed"):
+            yield Sample(f"tqfs_channel_{what}_total", counts.get(what, 0))
+        for what, count in counts.items():
+            if what.startswith("error:"):
+                labels = {"operation": "serve", "code": what.removeprefix("error:")}
+                yield Sample("tqfs_errors_total", count, labels)
+        yield Sample("tqfs_channel_lanes", self.lanes)
+        yield Sample("tqfs_channel_held_bytes", self.held_bytes)
+
     def close(self) -> None:
         """End what is under way, and close all connections; idempotent."""
         self._closing = True
@@ -164,6 +178,10 @@ class ChannelServer:
         thread.start()
 
     def _accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        with log_context(store=self._store_id, unit=self._unit):
+            self._accept_all(listener, tls)
+
+    def _accept_all(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         while True:
             try:
                 sock, _ = listener.accept()
@@ -174,7 +192,7 @@ class ChannelServer:
                 time.sleep(0.1)  # out of descriptors, perhaps: lanes that end give some back
                 continue
             thread = threading.Thread(
-                target=self._lane, args=(sock, tls), name="tq-fs-lane", daemon=True
+                target=carried(self._lane), args=(sock, tls), name="tq-fs-lane", daemon=True
             )
             try:
                 thread.start()
@@ -188,8 +206,7 @@ class ChannelServer:
         """Serve one connection until it ends."""
         me = threading.current_thread()
         try:
-            sock.settimeout(self._limits.quiet_s)
-            stream = Stream(sock) if tls is None else TlsStream(tls.wrap_socket(sock, True))
+            stream = self._stream(sock, tls)
         except OSError as error:
             self._count("refused")
             _log.warning("unit %s refused a connection: %s", self._unit, error)
@@ -198,7 +215,6 @@ class ChannelServer:
         with self._lock:
             self._lanes[me] = stream
         try:
-            stream.set_timeout(self._limits.quiet_s)
             self._converse(stream)
         except Gone:
             pass
@@ -212,6 +228,11 @@ class ChannelServer:
             with self._lock:
                 del self._lanes[me]
                 self._busy.discard(me)
+
+    def _stream(self, sock: socket.socket, tls: ssl.SSLContext | None) -> Stream:
+        if tls is None:
+            return Stream(sock, self._limits.quiet_s)
+        return TlsStream(sock, self._limits.quiet_s, tls, server=True)
 
     def _converse(self, stream: Stream) -> None:
         lane = self._service.lane()
@@ -242,14 +263,14 @@ class ChannelServer:
         """Wait for the next message; return False where the unit closes."""
         while not self._closing:
             try:
-                stream.fill(prefix[:1])
+                have = stream.begin(prefix)
             except TimeoutError as error:
                 if patiently:
                     continue
                 raise ProtocolMismatch("no hello", subject="a lane") from error
             with self._lock:
                 self._busy.add(threading.current_thread())
-            stream.fill(prefix[1:])
+            stream.fill(prefix[have:])
             return True
         return False
 
@@ -294,11 +315,11 @@ class ChannelServer:
         nbytes: int,
     ) -> None:
         try:
-            if isinstance(request, wire.Publish | wire.Put):
-                self._answer(stream, self._write(stream, hello, request, nbytes))
-            elif isinstance(request, wire.Read):
+            if isinstance(request, wire.Read):
                 lane.send(request, stream, self._limits.piece_bytes)
                 self._count("sent_bytes", request.nbytes)
+            elif isinstance(request, wire.Publish | wire.Put):
+                self._answer(stream, self._write(stream, hello, request, nbytes))
             elif isinstance(request, wire.List | wire.Stamps | wire.More):
                 self._answer(stream, lane.listed(request))
             elif isinstance(request, wire.Settle | wire.Sync):

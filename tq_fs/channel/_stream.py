@@ -6,12 +6,13 @@ import select
 import socket
 import ssl
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
+from typing import Any
 
 _MOST_BUFFERS = 1024  # IOV_MAX on Linux
 _SOCKET_BYTES = 4 * 1024**2  # what is on its way in the kernel
+_RECORDS_BYTES = 128 * 1024  # encrypted at a time, and still in the cache when it is sent
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -26,14 +27,19 @@ class Stream:
     ----------
     sock
         Becomes the stream's, which closes it.
+    timeout_s
+        See :meth:`set_timeout`.
     """
 
     plain = True
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, timeout_s: float | None) -> None:
         self._socket = sock
+        self._news = select.poll()
+        self._news.register(sock, select.POLLIN)
         tune(sock)
         sock.setblocking(True)
+        self.set_timeout(timeout_s)
 
     def fileno(self) -> int:
         """Return the descriptor."""
@@ -60,14 +66,14 @@ class Stream:
         ------
         TimeoutError, ConnectionError
         """
-        rest = list(buffers)
+        rest = buffers
         flags = socket.MSG_MORE if more else 0
         while rest:
             try:
                 sent = self._socket.sendmsg(rest[:_MOST_BUFFERS], [], flags)
             except BlockingIOError as error:
                 raise TimeoutError("nothing was taken") from error
-            rest = list(_after(rest, sent))
+            rest = _after(rest, sent)
 
     def fill(self, view: memoryview) -> None:
         """Receive as many bytes as `view` has.
@@ -78,19 +84,31 @@ class Stream:
             The other end closed the connection.
         TimeoutError, ConnectionError
         """
-        have = 0
-        while have < view.nbytes:
-            try:
-                got = self._socket.recv_into(view[have:], 0, socket.MSG_WAITALL)
-            except BlockingIOError as error:
-                raise TimeoutError("nothing came") from error
-            if not got:
-                raise Gone("the other end closed the connection")
-            have += got
+        while view:
+            view = view[self._receive(view, socket.MSG_WAITALL) :]
+
+    def begin(self, view: memoryview) -> int:
+        """Receive what has come, a byte at least, at most what `view` holds; return how much.
+
+        Raises
+        ------
+        Gone, TimeoutError, ConnectionError
+            Nothing was received.
+        """
+        return self._receive(view, 0)
+
+    def _receive(self, view: memoryview, flags: int) -> int:
+        try:
+            got = self._socket.recv_into(view, 0, flags)
+        except BlockingIOError as error:
+            raise TimeoutError("nothing came") from error
+        if not got:
+            raise Gone("the other end closed the connection")
+        return got
 
     def is_idle(self) -> bool:
         """Tell whether the connection stands and nothing has come."""
-        return not select.select([self._socket], [], [], 0)[0]
+        return not self._news.poll(0)
 
     def close(self) -> None:
         """Close the connection for every process that holds it; idempotent."""
@@ -100,51 +118,115 @@ class Stream:
 
 
 class TlsStream(Stream):
-    """A connection over TLS, past its handshake."""
+    """A connection over TLS, from its handshake on.
+
+    Records pass through memory, many at a time: OpenSSL itself would call the kernel once or twice
+    for each 16 KiB.
+
+    Parameters
+    ----------
+    sock, timeout_s
+        See :class:`Stream`.
+    context, server
+        The settings of this end, and which one it is.
+
+    Raises
+    ------
+    ssl.SSLError, Gone, TimeoutError, ConnectionError
+        The handshake failed.
+    """
 
     plain = False
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._socket: ssl.SSLSocket = sock
-        tune(sock)
-
-    def set_timeout(self, seconds: float | None) -> None:
-        """Bound how long a call waits for a byte to come or go; None for no bound."""
-        self._socket.settimeout(seconds)
+    def __init__(
+        self,
+        sock: socket.socket,
+        timeout_s: float | None,
+        context: ssl.SSLContext,
+        *,
+        server: bool,
+    ) -> None:
+        super().__init__(sock, timeout_s)
+        self._coming, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._coming, self._going, server_side=server)
+        self._records = memoryview(bytearray(_RECORDS_BYTES))
+        self._shake_hands()
 
     def send(self, buffers: Sequence[memoryview], *, more: bool = False) -> None:  # noqa: ARG002
         """Send all of `buffers`; see :meth:`Stream.send`."""
         for buffer in buffers:
-            self._socket.sendall(buffer)
+            for start in range(0, buffer.nbytes, _RECORDS_BYTES):
+                part = buffer[start : start + _RECORDS_BYTES]
+                while part:
+                    part = part[self._tls.write(part) :]
+                if self._going.pending >= _RECORDS_BYTES:
+                    self._flush()
+        self._flush()
 
-    def fill(self, view: memoryview) -> None:
-        """Receive as many bytes as `view` has; see :meth:`Stream.fill`."""
-        have = 0
-        while have < view.nbytes:
-            got = self._socket.recv_into(view[have:])
-            if not got:
-                raise Gone("the other end closed the connection")
-            have += got
+    def is_idle(self) -> bool:
+        """Tell whether the connection stands and nothing has come."""
+        return not self._coming.pending and not self._tls.pending() and super().is_idle()
+
+    def _receive(self, view: memoryview, flags: int) -> int:  # noqa: ARG002
+        into: Any = view  # any buffer will do, whatever the type says
+        while True:
+            try:
+                return int(self._tls.read(view.nbytes, into))
+            except ssl.SSLWantReadError:
+                self._feed()
+            except ssl.SSLZeroReturnError as error:
+                raise Gone("the other end closed the connection") from error
+
+    def _shake_hands(self) -> None:
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            else:
+                return
+            finally:
+                self._flush()  # why it failed, too
+            self._feed()
+
+    def _feed(self) -> None:
+        got = super()._receive(self._records, 0)
+        self._coming.write(self._records[:got])
+
+    def _flush(self) -> None:
+        if self._going.pending:
+            super().send([memoryview(self._going.read())])
 
 
 def tune(sock: socket.socket) -> None:
     """Make a connection send at once, hold more on its way, and notice a host that is gone."""
     if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        return  # how much is on its way, TCP finds out better by itself
+        _tune_tcp(sock)
+        return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
 
 
-def _after(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
-    """Yield what remains of `buffers` after their first `nbytes`."""
+def _tune_tcp(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # Room from the start, and for more where TCP finds that it needs it: SO_RCVBUF would keep it
+    # from looking, and is bounded by what is far too little on many hosts.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _SOCKET_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    if sock.getsockname()[0] == sock.getpeername()[0]:
+        with suppress(OSError):  # where it is not allowed, it is slower
+            # Nothing is congested within a host, and BBR would set a timer for each 64 KiB.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+def _after(buffers: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
+    """Return what remains of `buffers` after their first `nbytes`."""
     for i, buffer in enumerate(buffers):
         if nbytes < buffer.nbytes:
-            yield buffer[nbytes:]
-            yield from islice(buffers, i + 1, None)
-            return
+            return [buffer[nbytes:], *buffers[i + 1 :]]
         nbytes -= buffer.nbytes
+    return ()

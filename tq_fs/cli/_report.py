@@ -28,6 +28,21 @@ def recovery(found: Recovery, console: Console, *, dry_run: bool) -> None:
     ):
         table.add_row(count, what)
     console.print(table)
+    _names(found, console)
+
+
+def swept(found: Recovery, console: Console) -> None:
+    """Print what a sweep has removed, and what it did not find."""
+    console.print(
+        f"removed {found.swept_sessions:,} sessions that nobody records any more, and "
+        f"{found.swept_steps:,} Steps that nothing refers to",
+        highlight=False,
+        soft_wrap=True,
+    )
+    _names(found, console)
+
+
+def _names(found: Recovery, console: Console) -> None:
     for kind, names in (
         ("not whole", found.incomplete),
         ("unreadable", found.unreadable),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tq_fs.channel import Identity
@@ -31,6 +31,7 @@ from tq_fs.errors import (
 
 NAMESPACE = "tq-fs"
 _REPORT_S = 5.0
+_CLOSE_S = 240.0  # for uploads that are still to be made
 _PAUSE_S = 0.1
 _AGAIN_S = 1.0
 _RESTART_S = 10.0  # for units to report to a Controller that is there again
@@ -151,7 +152,7 @@ class RayFleet:
         self._start()
         pending = {h.report.remote(): key for key, h in self._handles.items()}
         asked = list(pending)
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_REPORT_S) if asked else ([], [])
+        ready, _ = _wait(asked, _REPORT_S)
         found: dict[str, UnitReport | TqFsError] = {
             pending[ref]: StorageUnreachable("did not answer", subject=pending[ref])
             for ref in asked
@@ -166,14 +167,16 @@ class RayFleet:
             found[key] = UnitLost("its actor is dead, and its node is gone", subject=key)
         return found
 
-    def stop(self) -> None:
-        """End all units, and let go of their folders."""
-        closing = [handle.close.remote() for handle in self._handles.values()]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=_REPORT_S)
+    def stop(self) -> list[TqFsError]:
+        """End all units, and let go of their folders; return what was left undone."""
+        closing = {handle.close.remote(): key for key, handle in self._handles.items()}
+        ready, late = _wait(list(closing), _CLOSE_S)
+        found = [_end_of(ref, closing[ref]) for ref in ready]
+        found += [UnitsUnavailable("did not end in time", subject=closing[ref]) for ref in late]
         for handle in self._handles.values():
             ray.kill(handle)
         self._handles.clear()
+        return [error for error in found if error is not None]
 
     def roll_back(self) -> None:
         """End the units that this object has started."""
@@ -208,6 +211,23 @@ class RayFleet:
         return actor.remote(spot.folder, self._config, self._identity)
 
 
+def _wait(asked: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+    """Return what is done within a time, and what is not."""
+    if not asked:
+        return [], []
+    return ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+
+
+def _end_of(ref: Any, key: str) -> TqFsError | None:
+    try:
+        ray.get(ref)
+    except RayTaskError as error:
+        return as_ours(error, key, _CLOSE_S)
+    except RayError:
+        _log.info("unit %s was gone already", key, exc_info=True)
+    return None
+
+
 def _report_of(ref: Any, key: str) -> UnitReport | TqFsError:
     try:
         report: UnitReport = ray.get(ref)
@@ -215,9 +235,9 @@ def _report_of(ref: Any, key: str) -> UnitReport | TqFsError:
         if isinstance(error.cause, TqFsError):
             return error.cause
         raise
-    except ActorDiedError as error:
-        return UnitLost(f"its actor is dead: {error}", subject=key)
-    except RayActorError as error:
+    except (ActorDiedError, ActorUnschedulableError) as error:
+        return UnitLost(f"its actor is dead, or its node is: {error}", subject=key)
+    except RayError as error:
         return StorageUnreachable(f"is being started anew: {error}", subject=key)
     return report
 
@@ -236,6 +256,7 @@ class ControllerActor:
         threading.Thread(target=self._begin, args=(again,), daemon=True).start()
 
     def _begin(self, again: bool) -> None:
+        here = _node(ray.get_runtime_context().get_node_id())
         while not self._begun.is_set():
             try:
                 self._await_units(again=again)
@@ -243,7 +264,8 @@ class ControllerActor:
                     self._config,
                     self._identity,
                     self._fleet,
-                    node=ray.get_runtime_context().get_node_id(),
+                    node=here["NodeID"],
+                    address=here["NodeManagerAddress"],
                     replaced=_end_at_once,
                 )
             except Exception as error:  # told to whoever calls
@@ -307,7 +329,11 @@ class ControllerActor:
         self._begun.wait()
         if self._service is not None:
             self._service.close()
-        self._fleet.stop()
+        left = self._fleet.stop()
+        for error in left:
+            _log.error("a unit has left something undone: %s", error)
+        if left:
+            raise left[0]
 
 
 def _end_at_once() -> None:

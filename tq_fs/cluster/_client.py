@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from tq_fs import manifests
 from tq_fs.backends import Backend, Retry
@@ -19,16 +19,17 @@ from tq_fs.config import StoreConfig
 from tq_fs.controller import finish
 from tq_fs.embedded import Parts, encode_options, reader_pool, reader_threads
 from tq_fs.errors import (
+    ConflictError,
+    MissingError,
     ObjectMissing,
-    RetryError,
     SegmentMissing,
-    StorageUnreachable,
     TqFsError,
     TrajectoryMissing,
     WrongStore,
 )
 from tq_fs.keys import Incarnation, SegmentRef
 from tq_fs.manifests import DecodedManifest, DecodedManifests, Resolved, SessionManifest
+from tq_fs.metrics import Metrics
 from tq_fs.places import open_objects, open_unit_files
 from tq_fs.reader import SegmentReader
 from tq_fs.recovery import Recovery
@@ -70,6 +71,7 @@ def open_attached(
     *,
     node: str,
     consumers: Sequence[str],
+    metrics: Metrics | None,
     cache: ChunkCache,
     opened: ExitStack,
 ) -> Parts:
@@ -85,6 +87,8 @@ def open_attached(
         Id of the node that this process runs on.
     consumers
         See :class:`ControllerClient`.
+    metrics
+        Counts what is read; None for nothing.
     """
     settings = cluster_of(config)
     objects = open_objects(config, opened=opened, read_only=True)
@@ -114,7 +118,15 @@ def open_attached(
     return Parts(
         controller=client,
         units=units,
-        reader=SegmentReader(client.resolve, readers, pool=pool, threads=threads, cache=cache),
+        reader=SegmentReader(
+            client.resolve,
+            readers,
+            pool=pool,
+            threads=threads,
+            cache=cache,
+            metrics=metrics,
+            gone=client.gone,
+        ),
         url=config.url,
         location=None,
         recovery=Recovery(),
@@ -159,6 +171,7 @@ class ControllerClient:
         self._persists = units.objects is not None if persist is None else persist
         self._consumers = tuple(consumers)
         self._holder = f"{os.getpid()}-{os.urandom(6).hex()}"
+        self._retry = Retry(deadline_s=config.retry_deadline_s, most_s=1.0)
         self._decoded = DecodedManifests(config.manifest_cache_bytes)
         self._lock = threading.Lock()
         self._open: set[str] = set()
@@ -199,37 +212,18 @@ class ControllerClient:
         return lambda trajectory: self._documents.put(key, trajectory)
 
     def _publish(self, draft: SessionManifest) -> SessionManifest:
-        data = self._patiently(self._calls.publish, manifests.encode(draft))
+        data = self._patiently(lambda: self._calls.publish(manifests.encode(draft)))
         return manifests.decode(data, SessionManifest, str(draft.incarnation))
 
     def discard(self, incarnation: Incarnation) -> None:
         """Delete all that an open session has written; idempotent."""
-        self._patiently(
-            self._calls.discard,
-            incarnation.partition,
-            incarnation.session_id,
-            incarnation.incarnation_id,
-        )
+        names = (incarnation.partition, incarnation.session_id, incarnation.incarnation_id)
+        self._patiently(lambda: self._calls.discard(*names))
         self._forget(incarnation)
 
-    def _patiently(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call the Controller again while a unit that it needs may come back.
-
-        The Controller itself does not wait for a unit that it knows to be away.
-        """
-
-        def once() -> T | Exception:
-            try:
-                return call(*arguments)
-            except StorageUnreachable:
-                raise
-            except RetryError as error:
-                return error  # what else may pass is the caller's to try again
-
-        found = self._retry.call(once, renew=lambda: None)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Call again while a unit, or the Controller itself, is being started anew."""
+        return self._retry.call(call, renew=lambda: None)
 
     def _forget(self, incarnation: Incarnation) -> None:
         with self._lock:
@@ -248,13 +242,14 @@ class ControllerClient:
         known = {ref.incarnation: self._decoded.get(ref.incarnation) for ref in parsed}
         asked = {ref.incarnation: ref for ref in parsed if known[ref.incarnation] is None}
         if asked:
-            known |= self._patiently(self._manifests, list(asked.values()))
+            wanted = list(asked.values())
+            known |= self._patiently(lambda: self._ask(wanted))
         return [self._resolved(ref, known[ref.incarnation]) for ref in parsed]
 
-    def _manifests(self, refs: Sequence[SegmentRef]) -> dict[Incarnation, DecodedManifest]:
+    def _ask(self, refs: Sequence[SegmentRef]) -> dict[Incarnation, DecodedManifest | None]:
         answers = self._calls.manifests([str(ref) for ref in refs])
-        pairs = zip(refs, answers, strict=True)
-        return {ref.incarnation: self._take(ref, answer) for ref, answer in pairs}
+        found = zip(refs, answers, strict=True)
+        return {ref.incarnation: self._take(ref, answer) for ref, answer in found}
 
     def _take(self, ref: SegmentRef, answer: bytes | TqFsError) -> DecodedManifest:
         if isinstance(answer, TqFsError):
@@ -271,6 +266,18 @@ class ControllerClient:
         if resolved is None:
             raise SegmentMissing("its session has no such Segment", subject=str(ref))
         return resolved
+
+    def gone(self, incarnation: Incarnation) -> TqFsError | None:
+        """Ask anew for a session of which a Step was not found; return why it is gone, if so."""
+        ref = SegmentRef(self._store_id, incarnation, "lineage", 0)
+        self._decoded.drop(incarnation)
+        try:
+            self._take(ref, self._calls.manifests([str(ref)])[0])
+        except (MissingError, ConflictError) as error:
+            return error
+        except TqFsError:
+            _log.warning("%s could not be asked for", incarnation, exc_info=True)
+        return None
 
     def forget(self, refs: Iterable[str]) -> None:
         """Ask for the manifests of these references anew when they are resolved next."""
@@ -310,7 +317,7 @@ class ControllerClient:
     def release(self, refs: Iterable[str], consumer: str, rollout_id: int | None = None) -> int:
         """Note that a consumer needs Segments no more; return how many Steps that deleted."""
         given = list(refs)
-        count = self._patiently(self._calls.release, given, consumer, rollout_id)
+        count = self._patiently(lambda: self._calls.release(given, consumer, rollout_id))
         self.forget(given)
         return count
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tq_fs.cache import ChunkCache
@@ -23,6 +23,7 @@ from tq_fs.config import StoreConfig
 from tq_fs.embedded import Parts
 from tq_fs.errors import InvalidConfig, UnitsUnavailable
 from tq_fs.fields import FieldSpec, select
+from tq_fs.metrics import Metrics
 from tq_fs.recovery import Recovery
 from tq_fs.store import Store
 from tq_fs.units import Layout
@@ -179,7 +180,12 @@ class StoreCluster:
         self._calls = cast("Calls", _RayCalls(handle, store_id))
 
     def store(
-        self, fields: Sequence[FieldSpec], *, consumers: Sequence[str] = (), **settings: Any
+        self,
+        fields: Sequence[FieldSpec],
+        *,
+        consumers: Sequence[str] = (),
+        metrics: Metrics | None = None,
+        **settings: Any,
     ) -> Store:
         """Open the store in this process.
 
@@ -190,6 +196,8 @@ class StoreCluster:
         consumers
             In whose name this process reads, such as ``("train",)``: what they have still to
             release outlives the retention time while the process lives.
+        metrics
+            Counts what passes in this process; stays the caller's.
         settings
             Settings of this process alone, such as ``cache_bytes``.
 
@@ -210,14 +218,15 @@ class StoreCluster:
                 self._identity,
                 node=node,
                 consumers=consumers,
+                metrics=metrics,
                 cache=cache,
                 opened=opened,
             )
 
         selected = select(fields, config.transfer)
         if not selected:
-            return Store(config, fields, frozenset(), None)
-        return Store(config, fields, selected, parts, remote=True)
+            return Store(config, fields, frozenset(), None, metrics=metrics)
+        return Store(config, fields, selected, parts, remote=True, metrics=metrics)
 
     def layout(self) -> Layout:
         """Return its units, asked now."""
@@ -236,10 +245,22 @@ class StoreCluster:
         return cast("Any", self._calls).sweep()  # type: ignore[no-any-return]
 
     def stop(self) -> None:
-        """End the Controller and all units; what they hold stays on its disks. Idempotent."""
-        with suppress(RayError):  # it is gone already
+        """End the Controller and all units; what they hold stays on its disks. Idempotent.
+
+        Raises
+        ------
+        StorageFailed
+            A unit could not upload all of its Steps: they lie in its folder, and go when it is
+            started again.
+        """
+        try:
             ray.get(self._handle.stop.remote(), timeout=_CALL_S)
-        ray.kill(self._handle)
+        except RayActorError:
+            pass  # it is gone already
+        except RayError as error:
+            raise as_ours(error, "the store's cluster", _CALL_S) from None
+        finally:
+            ray.kill(self._handle)
 
     def __enter__(self) -> StoreCluster:
         """Return it."""

@@ -6,16 +6,20 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from tq_fs.backends import TieredBackend
 from tq_fs.channel import ChannelServer, Fence, Identity, Limits
+from tq_fs.cluster._exports import export
 from tq_fs.cluster._settings import cluster_of
 from tq_fs.config import StoreConfig
 from tq_fs.errors import InvalidConfig
+from tq_fs.metrics import Metrics, Sample
 from tq_fs.places import UnitPlace, open_unit_place
 from tq_fs.store_folder import write_claim
 
@@ -50,6 +54,8 @@ class UnitReport:
         What has passed, by name.
     pid
         Its process.
+    metrics_url
+        Where Prometheus asks it; empty for nowhere.
     """
 
     name: str
@@ -65,6 +71,7 @@ class UnitReport:
     lanes: int
     pid: int
     counts: dict[str, int] = field(default_factory=dict)
+    metrics_url: str = ""
 
 
 class NodeUnit:
@@ -109,7 +116,21 @@ class NodeUnit:
             self._fence = _fence(self.place)
             self.server = self._serve(config, identity, settings.host or address)
             opened.callback(self.server.close)
+            metrics = Metrics(config.store_id, unit=self.name, role="unit")
+            for samples in self._sources():
+                opened.callback(metrics.watch(samples))
+            self._metrics_url = export(metrics, settings, settings.host or address, opened)
             self._opened = opened.pop_all()
+
+    def _sources(self) -> Iterator[Callable[[], Iterable[Sample]]]:
+        yield self.server.samples
+        yield self._samples
+        if isinstance(self.place.steps, TieredBackend):
+            yield self.place.steps.samples
+
+    def _samples(self) -> Iterator[Sample]:
+        disk = os.statvfs(self.place.front.root)
+        yield Sample("tqfs_unit_free_bytes", disk.f_bavail * disk.f_frsize)
 
     def _serve(self, config: StoreConfig, identity: Identity | None, host: str) -> ChannelServer:
         settings = cluster_of(config)
@@ -159,6 +180,7 @@ class NodeUnit:
             lanes=self.server.lanes,
             pid=os.getpid(),
             counts=self.server.counts,
+            metrics_url=self._metrics_url,
         )
 
     def close(self) -> None:

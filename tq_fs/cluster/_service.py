@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from tq_fs import manifests
 from tq_fs.backends import Backend, ObjectBackend
 from tq_fs.channel import Identity
 from tq_fs.claim import take_claim
+from tq_fs.cluster._exports import export
 from tq_fs.cluster._node_unit import UnitReport
 from tq_fs.cluster._roster import Roster
 from tq_fs.cluster._settings import cluster_of
@@ -28,6 +30,7 @@ from tq_fs.embedded import encode_options
 from tq_fs.errors import SessionClosed, StoreFenced, TqFsError, UnitsUnavailable
 from tq_fs.keys import Incarnation
 from tq_fs.manifests import Catalog, SessionManifest
+from tq_fs.metrics import Metrics, Sample
 from tq_fs.placement import rank
 from tq_fs.places import open_objects
 from tq_fs.recovery import Recovery
@@ -35,7 +38,7 @@ from tq_fs.units import Access, Directory, HomeDocuments, Layout, RemoteUnits
 
 _TRIES = 8  # to be the one with the highest epoch
 _EVERY_S = 1.0  # between two rounds of reports
-_PATIENCE_S = 10.0  # for a unit that is being started anew
+_PATIENCE_S = 1.0  # for a unit that does not answer; who asks may be more patient
 _PAGE = 10_000  # references at a time
 _LOAD_THREADS = 8
 _SHARE = 0.25  # of one processor, for sweeps
@@ -64,8 +67,8 @@ class ClusterController:
         The store's certificate; None where the network is private.
     fleet
         Its units.
-    node
-        Id of the node it runs on.
+    node, address
+        The node it runs on: its id, and the address that others reach it at.
     replaced
         Called once a unit obeys another Controller: this one has to end. Where it is the last one,
         after all, that unit was away when it began, and the next start takes a higher epoch.
@@ -87,6 +90,7 @@ class ClusterController:
         fleet: Fleet,
         *,
         node: str,
+        address: str = "127.0.0.1",
         replaced: Callable[[], None] = _nothing,
         now_ns: Callable[[], int] = time.time_ns,
         clock: Callable[[], float] = time.monotonic,
@@ -126,6 +130,9 @@ class ClusterController:
             self._learned.update(self._directory.live())
             self.recovery = self.controller.take_over()
             opened.callback(self._flush)
+            metrics = Metrics(config.store_id, role="controller")
+            opened.callback(metrics.watch(self.samples))
+            self.metrics_url = export(metrics, self._settings, address, opened)
             for work in (self._watch, self._tend):
                 thread = threading.Thread(target=work, name="tq-fs-controller", daemon=True)
                 thread.start()
@@ -202,7 +209,7 @@ class ClusterController:
         self._observe()
         return self.layout()
 
-    def drain(self, name: str, *, on: bool = True) -> None:
+    def drain(self, name: str, on: bool = True) -> None:
         """Give a unit no new sessions, or give it some again."""
         self._roster.drain(name, on=on)
 
@@ -340,6 +347,16 @@ class ClusterController:
         """Hear that a process has ended."""
         self.leases.leave(holder)
 
+    def samples(self) -> Iterator[Sample]:
+        """Yield what :meth:`tq_fs.metrics.Metrics.watch` wants to know."""
+        holders, sessions = self.leases.counts()
+        yield Sample("tqfs_processes", holders)
+        yield Sample("tqfs_open_sessions", sessions)
+        yield Sample("tqfs_finalized_sessions", self.controller.count())
+        states = Counter(unit.state for unit in self.layout().units)
+        for state in ("live", "draining", "restarting", "lost"):
+            yield Sample("tqfs_units", states[state], {"state": state})
+
     def status(self) -> dict[str, Any]:
         """Return what an operator wants to see."""
         holders, sessions = self.leases.counts()
@@ -352,6 +369,7 @@ class ClusterController:
             "epoch": self.epoch,
             "pid": os.getpid(),
             "url": self.config.url,
+            "metrics_url": self.metrics_url,
             "processes": holders,
             "open_sessions": sessions,
             "finalized_sessions": self.controller.count(),
@@ -368,4 +386,5 @@ def _figures(report: UnitReport | None) -> dict[str, Any]:
         "lanes": report.lanes,
         "pid": report.pid,
         "counts": report.counts,
+        "metrics_url": report.metrics_url,
     }

@@ -396,7 +396,7 @@ class Controller:
         until all who are alive had time to say so.
         """
         self._fence()
-        if self._leases is not None and not self._leases.is_complete():
+        if self._leases is not None and not self._leases.is_heard():
             return 0
         before = self._now_ns() - int(retention_s * 1e9)
         count = 0

@@ -45,6 +45,7 @@ class Leases:
         self._holder_of: dict[str, str] = {}
         self._unbroken: set[str] = set()  # held since they began
         self._condemned: set[str] = set()  # being swept
+        self._heard_at = clock() + lease_s
         self._complete_at = clock() + lease_s + grace_s
 
     def renew(
@@ -137,6 +138,10 @@ class Leases:
         with self._lock:
             now = self._clock()
             return any(now < h.until and consumer in h.consumers for h in self._holders.values())
+
+    def is_heard(self) -> bool:
+        """Tell whether all who are alive have renewed, since this began."""
+        return self._clock() >= self._heard_at
 
     def is_complete(self) -> bool:
         """Tell whether all who are alive had time to say what they hold."""

@@ -12,9 +12,8 @@ from tq_fs.keys import Incarnation
 from tq_fs.placement import rank
 from tq_fs.units._layout import Layout, UnitAddress
 
-_AGAIN_S = 0.25  # between two questions on account of failures
-
 _log = logging.getLogger(__name__)
+_AGAIN_S = 0.25  # between two questions on account of failures
 
 
 class _Question:
@@ -63,6 +62,7 @@ class Directory:
         self._units: dict[str, UnitAddress] = {}
         self._unknown: set[str] = set()  # names that were asked for in vain
         self._asked = float("-inf")
+        self._told: set[str] = set()  # units whose endpoint was given out since
 
     def layout(self, older_s: float | None = None) -> Layout:
         """Return the layout, asked anew where it is older than that many seconds.
@@ -95,7 +95,7 @@ class Directory:
         try:
             self.tell(self._ask())
         except TqFsError:
-            _log.warning("the units' layout could not be asked for", exc_info=True)
+            _log.warning("the units are taken to be where they were", exc_info=True)
         finally:
             with self._lock:
                 self._question = None
@@ -111,6 +111,7 @@ class Directory:
         self._units = {unit.name: unit for unit in layout.units}
         self._unknown -= self._units.keys()
         self._asked = self._clock()
+        self._told.clear()
 
     def find(self, name: str) -> UnitAddress:
         """Return a unit, whatever its state.
@@ -171,7 +172,9 @@ class Directory:
         return self.find(name).node == self.node
 
     def endpoint(self, name: str) -> str:
-        """Return where a unit listens for this process; asked anew, for connections are seldom.
+        """Return where a unit listens for this process.
+
+        Asked anew where that was told before: the connection did not come about, or has ended.
 
         Raises
         ------
@@ -180,8 +183,10 @@ class Directory:
         StorageUnreachable
             It may.
         """
-        self.layout(_AGAIN_S)
+        if name in self._told:
+            self.layout(_AGAIN_S)
         unit = self.find(name)
+        self._told.add(name)
         if unit.state == "lost":
             raise lost(unit)
         if unit.state == "restarting":
@@ -195,14 +200,11 @@ class Directory:
         units = self.layout().units
         return sorted(u.name for u in units if u.state in ("live", "draining"))
 
-    def order(self, incarnation: Incarnation) -> list[str]:
-        """Return the units that may take a session's Steps, its home first while that can."""
+    def others(self, incarnation: Incarnation) -> list[str]:
+        """Return the units that may take a session's Steps when its home cannot, in their order."""
         weights = {u.name: u.weight for u in self.layout().units if u.state == "live"}
-        home = incarnation.home
-        found = rank(incarnation.path, weights)
-        if not home or self.is_lost(home):
-            return found
-        return [home, *(unit for unit in found if unit != home)]
+        weights.pop(incarnation.home, None)
+        return rank(incarnation.path, weights)
 
 
 def lost(unit: UnitAddress) -> UnitLost:

@@ -20,10 +20,10 @@ from tq_fs.errors import (
 from tq_fs.keys import Incarnation, StepKey
 from tq_fs.steps import EncodeOptions, FieldArray, StepEntry
 from tq_fs.storage_unit import Inventory, Located, StorageUnit
-from tq_fs.units._directory import Directory
+from tq_fs.units._directory import Directory, lost
 from tq_fs.units._rest import Rest
 
-_MOST_ASKED = 3  # units that are sent a Step, one after the other, before there is a pause
+_MOST_ASKED = 2  # units beside the home that are sent a Step before there is a pause
 _PAUSES_S = (0.05, 1.0)
 
 _log = logging.getLogger(__name__)
@@ -181,8 +181,6 @@ class RemoteUnits:
         home = key.incarnation.home
         while True:
             full: StorageFull | None = None
-            if self.objects is None and home and self.directory.is_lost(home):
-                self.directory.endpoint(home)  # says so
             for name in self._candidates(key.incarnation):
                 try:
                     return self._put(name, key, tokens, arrays, fresh=fresh)
@@ -203,9 +201,16 @@ class RemoteUnits:
             self._sleep(pause_s)
             pause_s = min(2 * pause_s, most_s)
 
-    def _candidates(self, incarnation: Incarnation) -> list[str]:
-        found = self.directory.order(incarnation)[:_MOST_ASKED]
-        return found if self.objects is None else [*found, ""]
+    def _candidates(self, incarnation: Incarnation) -> Iterator[str]:
+        """Yield the units to try: the home, without asking anybody; then others."""
+        home = incarnation.home
+        if home and not self.directory.is_lost(home):
+            yield home
+        elif home and self.objects is None:
+            raise lost(self.directory.find(home))  # and what was recorded before
+        yield from self.directory.others(incarnation)[:_MOST_ASKED]
+        if self.objects is not None:
+            yield ""
 
     def _put(
         self, name: str, key: StepKey, tokens: int, arrays: Sequence[FieldArray], *, fresh: bool
