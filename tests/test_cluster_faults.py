@@ -8,6 +8,7 @@ N`` runs the first N of them, and ``-m soak`` a great many.
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import subprocess
 import threading
@@ -160,9 +161,10 @@ class Quota:
 
     def _used(self) -> int:
         used = 0
-        for path in self._folder.glob("*/steps/**/c.*"):
-            with suppress(FileNotFoundError):  # released meanwhile
-                used += path.stat().st_size
+        for folder, _, names in os.walk(self._folder / STORE / "steps"):
+            for name in names:
+                with suppress(FileNotFoundError):  # released meanwhile
+                    used += Path(folder, name).stat().st_size
         return used
 
 
@@ -171,7 +173,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Clus
     """Give a cluster of one unit that holds a few sessions, and its store."""
     monkeypatch.setattr(_roster, "_FULL_BYTES", 0)
     monkeypatch.setattr(
-        tq_fs.places, "LocalBackend", partial(LocalBackend, at=Quota(tmp_path / "n0", 3000))
+        tq_fs.places, "LocalBackend", partial(LocalBackend, at=Quota(tmp_path / "n0", 20_000))
     )
     with (
         cluster(tmp_path, 1, cluster={"full_deadline_s": 1.0}) as made,
