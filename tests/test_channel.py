@@ -229,10 +229,11 @@ HELLO = message(wire.Hello(wire.VERSION, "s"))
         HELLO + message(wire.Get("a"), b"body"),
         HELLO + wire.PREFIX.pack(b"tqf1", 2**32 - 1, 0),
         HELLO + wire.PREFIX.pack(b"tqf1", 0, 0),
+        HELLO + message(b"\x93\x04\xa1a" + b"\x91" * 100_000),
     ],
     ids=[
         *("http", "no hello", "two", "no msgpack", "unknown", "magic", "body"),
-        *("long header", "no header"),
+        *("long header", "no header", "deep"),
     ],
 )
 def test_what_is_malformed_is_counted_and_its_lane_closed(tmp_path: Path, data: bytes) -> None:
@@ -264,6 +265,37 @@ def test_what_makes_no_sense_is_answered(
         assert b"protocol_mismatch" in said
         assert client.get("a") == b"abcd"
         assert list(client.list("")) == ["a"]
+
+
+def test_who_connects_and_says_nothing_does_not_keep_others_out(tmp_path: Path) -> None:
+    with serving(tmp_path, limits=Limits(lanes=2, quiet_s=0.3)) as (server, client):
+        with ExitStack() as silent:
+            for _ in range(4):
+                silent.enter_context(connect(server.endpoints[0], 5))
+            assert eventually(lambda: server.counts.get("malformed") == 4)
+            client.put("a", b"x")
+        time.sleep(0.5)
+        assert client.get("a") == b"x"  # by the same lane, which was silent for longer
+        assert (server.lanes, server.counts["malformed"]) == (1, 4)
+
+
+def test_a_unit_without_threads_refuses_and_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as (server, client):
+        start = threading.Thread.start
+
+        def fails(thread: threading.Thread) -> None:
+            if thread.name == "tq-fs-lane":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            with pytest.raises(StorageUnreachable):
+                client.put("a", b"x")
+        client.put("a", b"x")
+        assert server.counts["refused"] == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -473,7 +505,7 @@ def test_a_stream_that_breaks_goes_on_the_ordinary_way(tmp_path: Path) -> None:
             source.ahead(0, len(want))
             source.readinto([memoryview(got)[:MiB]], 0)
             for stream in list(server._lanes.values()):
-                stream.close()
+                stream._socket.shutdown(socket.SHUT_RDWR)  # its thread is at it, and closes it
             for start in range(MiB, len(want), MiB):
                 source.readinto([memoryview(got)[start : start + MiB]], start)
         assert got == want
@@ -594,6 +626,40 @@ def test_a_unit_that_hangs_is_reported_when_patience_ends(tmp_path: Path) -> Non
             client.get("a")
         child.send_signal(signal.SIGCONT)
         assert client.get("a") == b"x"
+        client.close()
+
+
+@pytest.mark.parametrize("call", ["settle", "sync"])
+def test_what_may_take_long_is_waited_for_as_long_as_the_unit_says_that_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with serving(tmp_path) as (server, _), closing(client_of(server, timeout_s=0.6)) as client:
+        ended = []
+
+        def slow(*_: object) -> None:
+            time.sleep(1.5)
+            ended.append(call)
+
+        monkeypatch.setattr(server._service._backend, call, slow)
+        client.sync() if call == "sync" else client.settle("steps/a")
+        assert ended == [call]
+
+        def fails(*_: object) -> None:
+            raise StorageDenied("no permission", subject="the store")
+
+        monkeypatch.setattr(server._service._backend, call, fails)
+        with pytest.raises(StorageDenied):
+            client.sync() if call == "sync" else client.settle("steps/a")
+
+
+def test_nobody_waits_for_ever_for_a_unit_that_hangs_as_it_settles(tmp_path: Path) -> None:
+    with unit_process(tmp_path) as (endpoint, child):
+        client = ChannelBackend(endpoint, store_id="s", unit="u", timeout_s=0.6)
+        client.settle("steps/a")
+        child.send_signal(signal.SIGSTOP)
+        with pytest.raises(StorageUnreachable, match="no answer in time"):
+            client.settle("steps/a")
+        child.send_signal(signal.SIGCONT)
         client.close()
 
 

@@ -588,6 +588,7 @@ def test_what_is_too_old_goes_unless_a_live_consumer_awaits_it(tmp_path: Path) -
             evaluation, want = record(store, "eval", consumers=("eval",))
             with made.store(SPECS, consumers=["eval"]):
                 wait_for(lambda: made.controller.leases.is_live("eval"))
+                wait_for(made.controller.leases.is_heard)
                 made.controller.sweep()
                 assert {*store.unreleased()} == {*refs_of(train), *refs_of(evaluation)}
                 now += 3601 * 10**9

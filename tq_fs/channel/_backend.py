@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from tq_fs.backends import Buffer, PerProcess, Retry, check_key, leave_to_parent
+from tq_fs.backends import Buffer, PerProcess, check_key, leave_to_parent
 from tq_fs.channel import _wire as wire
 from tq_fs.channel._identity import Identity
 from tq_fs.channel._lanes import Lane, Lanes
@@ -13,6 +13,13 @@ from tq_fs.errors import RetryError, StorageFailed, TqFsError
 
 T = TypeVar("T")
 Names: TypeAlias = list[tuple[str, Any]]
+
+
+class Retries(Protocol):
+    """Tries a request again, as :class:`tq_fs.backends.Retry` does."""
+
+    def call(self, request: Callable[[], T], *, renew: Callable[[], None]) -> T:
+        """Return what `request` returns, once it succeeds."""
 
 
 class ChannelBackend:
@@ -48,7 +55,7 @@ class ChannelBackend:
         store_id: str,
         unit: str,
         identity: Identity | None = None,
-        retry: Retry | None = None,
+        retry: Retries | None = None,
         timeout_s: float = 30.0,
         epoch: int = 0,
         holder: str = "",
@@ -206,11 +213,11 @@ class ChannelBackend:
 
     def settle(self, prefix: str) -> None:
         """Wait until everything below `prefix` lies where the unit's policy wants it."""
-        self._ask(wire.Settle(prefix), timeout_s=None)
+        self._ask(wire.Settle(prefix))
 
     def sync(self) -> None:
         """Wait until everything is as durable as the unit's device can make it."""
-        self._ask(wire.Sync(), timeout_s=None)
+        self._ask(wire.Sync())
 
     def close(self) -> None:
         """Close the connections; idempotent."""
@@ -218,9 +225,8 @@ class ChannelBackend:
 
     # ------------------------------------------------------------ inside
 
-    def _ask(self, request: wire.AnyRequest, timeout_s: float | None = 0) -> Any:
-        answer = self._call(lambda lane: lane.ask(request, timeout_s=timeout_s))
-        return _value(answer)
+    def _ask(self, request: wire.AnyRequest) -> Any:
+        return _value(self._call(lambda lane: lane.ask(request)))
 
     def _call(self, work: Callable[[Lane], T]) -> T:
         def once() -> T:
@@ -240,7 +246,7 @@ def _again(
     store_id: str,
     unit: str,
     identity: Identity | None,
-    retry: Retry | None,
+    retry: Retries | None,
     timeout_s: float,
     epoch: int,
     holder: str,

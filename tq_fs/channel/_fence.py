@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tq_fs.errors import StoreFenced
+from tq_fs.errors import StorageFull, StoreFenced
+
+_log = logging.getLogger(__name__)
 
 
 class Fence:
@@ -28,7 +32,8 @@ class Fence:
         self._now = (epoch, holder)
         self._unit = unit
         self._write = write
-        self._writing = 0
+        self._noted = True  # who it obeys is written down
+        self._writing: Counter[int] = Counter()  # by epoch
         self._room = threading.Condition()
 
     @property
@@ -51,9 +56,20 @@ class Fence:
         with self._room:
             if epoch > self._now[0]:
                 self._now = (epoch, holder)  # no more writes of another one
-                self._room.wait_for(lambda: not self._writing)
-                self._write(epoch, holder)
+                self._noted = False
             self._check(epoch, holder)
+            self._room.wait_for(lambda: not self._of_others(epoch))
+            self._check(epoch, holder)  # a later one may have come meanwhile
+            if not self._noted:
+                self._note(epoch, holder)
+
+    def _note(self, epoch: int, holder: str) -> None:
+        try:
+            self._write(epoch, holder)
+        except StorageFull:  # the next one that it says hello to tries again: it has to make room
+            _log.warning("unit %s: no room for whom it obeys", self._unit, exc_info=True)
+        else:
+            self._noted = True
 
     @contextmanager
     def writing(self, epoch: int, holder: str) -> Iterator[None]:
@@ -68,13 +84,17 @@ class Fence:
             return
         with self._room:
             self._check(epoch, holder)
-            self._writing += 1
+            self._writing[epoch] += 1
         try:
             yield
         finally:
             with self._room:
-                self._writing -= 1
+                self._writing[epoch] -= 1
+                self._writing += Counter()  # forgets what is at 0
                 self._room.notify_all()
+
+    def _of_others(self, epoch: int) -> bool:
+        return any(other != epoch for other in self._writing)
 
     def _check(self, epoch: int, holder: str) -> None:
         if (epoch, holder) != self._now:

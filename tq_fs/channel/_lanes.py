@@ -102,7 +102,8 @@ class Lane:
         self._broken = True  # unless all of it goes well
         try:
             self._stream.send([memoryview(prefix + header), *body])
-            answer = self._receive()
+            while isinstance(answer := self._receive(), wire.Busy):
+                pass
         except OSError as error:
             raise unreachable(error, self._subject) from error
         self._broken = False

@@ -14,7 +14,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from tq_fs.backends import Backend
 from tq_fs.channel import _wire as wire
@@ -38,6 +40,7 @@ from tq_fs.metrics import Sample
 
 _log = logging.getLogger(__name__)
 _DRAIN = 64 * 1024
+_BUSY_S = 0.25  # between two signs of life
 
 
 class ChannelServer:
@@ -191,7 +194,13 @@ class ChannelServer:
             thread = threading.Thread(
                 target=carried(self._lane), args=(sock, tls), name="tq-fs-lane", daemon=True
             )
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads: who connects tries again
+                self._count("refused")
+                _log.warning("unit %s has no thread for a connection: %s", self._unit, error)
+                sock.close()
+                time.sleep(0.1)
 
     def _lane(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Serve one connection until it ends."""
@@ -229,7 +238,7 @@ class ChannelServer:
         lane = self._service.lane()
         prefix = memoryview(bytearray(wire.PREFIX.size))
         hello: wire.Hello | None = None
-        while self._hear(stream, prefix):
+        while self._hear(stream, prefix, patiently=hello is not None):
             magic, length, nbytes = wire.PREFIX.unpack(prefix)
             if magic != wire.MAGIC or not 0 < length <= wire.MOST_HEADER:
                 raise ProtocolMismatch("bytes of another language", subject="a message")
@@ -250,13 +259,15 @@ class ChannelServer:
             with self._lock:
                 self._busy.discard(threading.current_thread())
 
-    def _hear(self, stream: Stream, prefix: memoryview) -> bool:
+    def _hear(self, stream: Stream, prefix: memoryview, *, patiently: bool) -> bool:
         """Wait for the next message; return False where the unit closes."""
         while not self._closing:
             try:
                 have = stream.begin(prefix)
-            except TimeoutError:
-                continue
+            except TimeoutError as error:
+                if patiently:
+                    continue
+                raise ProtocolMismatch("no hello", subject="a lane") from error
             with self._lock:
                 self._busy.add(threading.current_thread())
             stream.fill(prefix[have:])
@@ -311,6 +322,8 @@ class ChannelServer:
                 self._answer(stream, self._write(stream, hello, request, nbytes))
             elif isinstance(request, wire.List | wire.Stamps | wire.More):
                 self._answer(stream, lane.listed(request))
+            elif isinstance(request, wire.Settle | wire.Sync):
+                self._done(stream, self._do_at_length(stream, request))
             else:
                 writes = isinstance(request, wire.Delete)
                 with self._writing(hello) if writes else nullcontext():
@@ -328,6 +341,21 @@ class ChannelServer:
                 remedy="see the unit's log",
             )
             self._answer(stream, self._failed(unknown))
+
+    def _do_at_length(self, stream: Stream, request: wire.Settle | wire.Sync) -> Any:
+        """Do what may take long; say meanwhile that the unit is alive."""
+        done: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                done.set_result(self._service.do(request))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=work, name="tq-fs-settle", daemon=True).start()
+        while not wait([done], _BUSY_S).done:
+            self._answer(stream, wire.Busy())
+        return done.result()
 
     def _writing(self, hello: wire.Hello) -> AbstractContextManager[None]:
         if self._fence is None:

@@ -204,7 +204,11 @@ class Failed(Answer, frozen=True, array_like=True, tag=5):
     remedy: str
 
 
-AnyAnswer: TypeAlias = Welcome | Done | Data | Listed | Failed
+class Busy(Answer, frozen=True, array_like=True, tag=6):
+    """It is being done; the answer itself follows."""
+
+
+AnyAnswer: TypeAlias = Welcome | Done | Data | Listed | Failed | Busy
 
 encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(AnyRequest)
@@ -221,7 +225,7 @@ def decode_request(header: Buffer) -> AnyRequest:
     """
     try:
         found: AnyRequest = _requests.decode(header)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolMismatch(f"no request: {error}", subject="a message") from error
     return found
 
@@ -236,7 +240,7 @@ def decode_answer(header: Buffer, subject: str) -> AnyAnswer:
     """
     try:
         found: AnyAnswer = _answers.decode(header)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolMismatch(f"no answer: {error}", subject=subject) from error
     return found
 

@@ -266,6 +266,7 @@ class ControllerActor:
                     self._fleet,
                     node=here["NodeID"],
                     address=here["NodeManagerAddress"],
+                    replaced=_end_at_once,
                 )
             except Exception as error:  # told to whoever calls
                 _log.exception("the Controller of %r could not begin", self._config.store_id)
@@ -333,6 +334,11 @@ class ControllerActor:
             _log.error("a unit has left something undone: %s", error)
         if left:
             raise left[0]
+
+
+def _end_at_once() -> None:
+    """Let Ray start this actor anew, if it is still the one that it knows."""
+    os._exit(1)
 
 
 def _is_restarted() -> bool:

@@ -37,6 +37,8 @@ from tq_fs.trajectory import ClosedSession, decode_trajectory
 from tq_fs.units import Access, Directory, HomeDocuments, Layout, RemoteUnits, UnitReaders
 
 T = TypeVar("T")
+_LAYOUT_S = 1.0  # for the Controller to say where units are, where that is known roughly
+_LEAVE_S = 2.0  # for it to hear that this process ends
 _BEATS = 3  # signs of life in the time of a lease
 
 _log = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ def open_attached(
     """
     settings = cluster_of(config)
     objects = open_objects(config, opened=opened, read_only=True)
-    directory = Directory(calls.layout, node=node, clock=time.monotonic)
+    directory = Directory(calls.layout, node=node, clock=time.monotonic, patience_s=_LAYOUT_S)
     access = Access(
         store_id=config.store_id,
         identity=identity,
@@ -164,6 +166,7 @@ class ControllerClient:
         self._units = units
         self._documents = documents
         self._store_id = config.store_id
+        self._retry = Retry(deadline_s=config.retry_deadline_s, most_s=1.0)
         persist = config.persist_trajectories
         self._persists = units.objects is not None if persist is None else persist
         self._consumers = tuple(consumers)
@@ -214,9 +217,8 @@ class ControllerClient:
 
     def discard(self, incarnation: Incarnation) -> None:
         """Delete all that an open session has written; idempotent."""
-        self._calls.discard(
-            incarnation.partition, incarnation.session_id, incarnation.incarnation_id
-        )
+        names = (incarnation.partition, incarnation.session_id, incarnation.incarnation_id)
+        self._patiently(lambda: self._calls.discard(*names))
         self._forget(incarnation)
 
     def _patiently(self, call: Callable[[], T]) -> T:
@@ -315,7 +317,7 @@ class ControllerClient:
     def release(self, refs: Iterable[str], consumer: str, rollout_id: int | None = None) -> int:
         """Note that a consumer needs Segments no more; return how many Steps that deleted."""
         given = list(refs)
-        count = self._calls.release(given, consumer, rollout_id)
+        count = self._patiently(lambda: self._calls.release(given, consumer, rollout_id))
         self.forget(given)
         return count
 
@@ -343,11 +345,19 @@ class ControllerClient:
             self._calls.renew(self._holder, self._consumers, paths)
 
     def close(self) -> None:
-        """Say that this process needs nothing any more; idempotent."""
+        """Say that this process needs nothing any more; idempotent.
+
+        A Controller that does not answer is not waited for: it finds out by itself.
+        """
         if self._ended.is_set():
             return
         self._ended.set()
-        self._thread.join()
+        leaving = threading.Thread(target=self._leave, name="tq-fs-leave", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
+
+    def _leave(self) -> None:
+        self._thread.join()  # its last sign of life comes first
         try:
             self._calls.leave(self._holder)
         except TqFsError:

@@ -37,12 +37,18 @@ class Roster:
         self._reports: dict[str, UnitReport] = {}
         self._units: dict[str, UnitAddress] = {}
         self._draining: set[str] = set()
+        self._unnamed: set[str] = set()  # keys of units that may be any that is not known
         self._version = 0
 
     def observe(self, reports: Mapping[str, UnitReport | TqFsError]) -> Change:
         """Take in what units reported, or why they did not, by any key that stays the same."""
         with self._lock:
             before = dict(self._units)
+            self._unnamed = {
+                key
+                for key, report in reports.items()
+                if key not in self._reports and not isinstance(report, UnitReport | UnitLost)
+            }
             for key, report in reports.items():
                 if isinstance(report, UnitReport):
                     self._take(key, report)
@@ -78,7 +84,9 @@ class Roster:
         """Return the units as they are known now."""
         with self._lock:
             units = tuple(self._units[name] for name in sorted(self._units))
-            return Layout(epoch=epoch, version=self._version, units=units)
+            return Layout(
+                epoch=epoch, version=self._version, units=units, unnamed=len(self._unnamed)
+            )
 
     def reports(self) -> dict[str, UnitReport]:
         """Return the last report of each unit, by its name."""

@@ -52,6 +52,10 @@ class Fleet(Protocol):
         """Ask all units; for each its report, or why there is none: UnitLost where it is gone."""
 
 
+def _nothing() -> None:
+    """Do nothing: the default for `replaced`."""
+
+
 class ClusterController:
     """A store's Controller among the units of a cluster. Safe to call from many threads.
 
@@ -65,6 +69,9 @@ class ClusterController:
         Its units.
     node, address
         The node it runs on: its id, and the address that others reach it at.
+    replaced
+        Called once a unit obeys another Controller: this one has to end. Where it is the last one,
+        after all, that unit was away when it began, and the next start takes a higher epoch.
     now_ns, clock
         Its clock, and monotonic seconds.
 
@@ -84,15 +91,18 @@ class ClusterController:
         *,
         node: str,
         address: str = "127.0.0.1",
+        replaced: Callable[[], None] = _nothing,
         now_ns: Callable[[], int] = time.time_ns,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.identity = identity
         self._fleet = fleet
+        self._replaced = replaced
         self._clock = clock
         self._roster = Roster()
         self._ended = threading.Event()
+        self._observing = threading.Lock()
         self._learned: set[str] = set()
         self._settings = cluster_of(config)
         self.holder = os.urandom(8).hex()
@@ -224,18 +234,43 @@ class ClusterController:
                 _log.exception("the units could not be looked at")
 
     def _observe(self) -> None:
-        change = self._roster.observe(self._fleet.reports())
-        for name in change.went:
-            _log.error("unit %s cannot be asked any more", name)
-        for name in change.came:
-            _log.info("unit %s is there", name)
-            if name not in self._learned:
-                self._learn(name)
+        with self._observing:
+            change = self._roster.observe(self._fleet.reports())
+            for name in change.went:
+                _log.error("unit %s cannot be asked any more", name)
+            for name in change.came:
+                _log.info("unit %s is there", name)
+            self._check_obeyed()
+            for name in self._directory.live():
+                if name not in self._learned:
+                    self._learn(name)
+
+    def _check_obeyed(self) -> None:
+        for name, report in self._roster.reports().items():
+            if report.epoch > self.epoch:
+                _log.error(
+                    "unit %s obeys a Controller of epoch %d, this is %d",
+                    name,
+                    report.epoch,
+                    self.epoch,
+                )
+                self._replaced()
 
     def _learn(self, name: str) -> None:
-        """Take in the manifests of a unit that was not there when the Controller started."""
+        """Take in the manifests of a unit that was not there when the Controller started.
+
+        Where that fails it is tried again: what is not known cannot be released.
+        """
         if self._units.objects is None:
-            self.controller.learn(self._units.backend(name))
+            try:
+                self.controller.learn(self._units.backend(name))
+            except StoreFenced:
+                _log.exception("unit %s obeys another Controller", name)
+                self._replaced()
+                return
+            except TqFsError:
+                _log.warning("what unit %s holds is learnt later", name, exc_info=True)
+                return
         self._learned.add(name)
 
     # ------------------------------------------------------------ what is done by itself

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -26,8 +27,10 @@ from tq_fs.errors import (
     MissingError,
     ReadOnlyStore,
     SessionClosed,
+    StoreFenced,
     TqFsError,
     TrajectoryMissing,
+    UnitLost,
 )
 from tq_fs.keys import Incarnation, SegmentRef, StepKey
 from tq_fs.manifests import Catalog, Found, Resolved, SessionManifest
@@ -40,6 +43,10 @@ _log = logging.getLogger(__name__)
 
 def _no_fence() -> None:
     """Raise nothing: a store on a local disk is locked."""
+
+
+def _at_nothing(point: str) -> None:
+    """Do nothing: the default for `at`."""
 
 
 def _at_home(partition: str, session_id: str) -> str:  # noqa: ARG001
@@ -72,7 +79,19 @@ class Controller:
         Who records which session. None: this process alone does.
     tombstones
         Where deletions are written down. None: a start sweeps what one has left.
+    at
+        Called with the name of each point of a finalize, release or deletion as it is passed; for
+        tests that kill the process there.
     """
+
+    POINTS = (
+        "manifest written",
+        "release written",
+        "tombstone written",
+        "manifest dropped",
+        "steps deleted",
+        "tombstone removed",
+    )
 
     def __init__(
         self,
@@ -87,7 +106,9 @@ class Controller:
         home: Callable[[str, str], str] = _at_home,
         leases: Leases | None = None,
         tombstones: Tombstones | None = None,
+        at: Callable[[str], None] = _at_nothing,
     ) -> None:
+        self._at = at
         self._persist = persist
         self._fence = fence
         self._catalog = catalog
@@ -101,6 +122,8 @@ class Controller:
         self._start = Start(catalog, self._releases, keep=units is not None, pool=pool)
         self._leftover: dict[Located, None] = {}
         self._dying: dict[Incarnation, set[Located]] = {}
+        self._saved: int | None = None  # of the last checkpoint, for units that are away
+        self._unfinished: set[Incarnation] = set()  # of those, whose deletion was gone through
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ sessions
@@ -171,8 +194,9 @@ class Controller:
         try:
             self._catalog.publish(manifest)
         except BaseException:
-            self._catalog.drop(incarnation)
+            self._tidy(incarnation.path, partial(self._catalog.drop, incarnation))
             raise
+        self._at("manifest written")
         self._fence()  # once more: who took the store in between may have swept the Steps
         self._releases.begin(manifest)
         if self._leases is not None:
@@ -187,11 +211,18 @@ class Controller:
         return found is not None and found.segments == draft.segments
 
     def _check_still_there(self, draft: SessionManifest) -> None:
-        """Refuse a session that nobody is known to record, once its Steps were swept."""
+        """Refuse a session that was not held all the time, once its Steps were swept."""
         incarnation = draft.incarnation
-        if self._leases is None or self._leases.is_open(incarnation.path):
+        if self._leases is None:
             return
-        self._leases.open(incarnation.path, "")  # keeps the sweep away while it is looked at
+        if not self._leases.pin(incarnation.path):
+            raise SessionClosed(
+                "its lease ran out, and it is being swept",
+                subject=str(incarnation),
+                remedy="record it again; raise lease_s where processes pause for longer",
+            )
+        if self._leases.is_unbroken(incarnation.path):
+            return
         units = self._writable()
         for unit in {s.unit for s in draft.steps}:
             there = units.steps(incarnation, unit)
@@ -204,11 +235,19 @@ class Controller:
                 )
 
     def discard(self, incarnation: Incarnation) -> None:
-        """Delete all that an open session has written; idempotent."""
+        """Delete all that an open session has written; idempotent.
+
+        A manifest, too: of a finalize that was done, and whose acknowledgement was lost.
+        """
         self._fence()
         units = self._writable()
+        if self._leases is not None:
+            self._releases.forget(incarnation)
+            with suppress(UnitLost):
+                self._catalog.drop(incarnation)
         for unit in units.may_hold(incarnation):
-            units.clear(Located(unit, f"steps/{incarnation.path}"))
+            with suppress(UnitLost):
+                units.clear(Located(unit, f"steps/{incarnation.path}"))
         if self._leases is not None:
             self._leases.close(incarnation.path)
 
@@ -313,6 +352,8 @@ class Controller:
         InvalidConfig
             The consumer was not declared at finalize.
         WrongStore, SegmentMissing
+        StorageUnreachable
+            A session is on a unit that has not been seen since the Controller started.
         """
         by_session: dict[Incarnation, set[SegmentRef]] = {}
         for ref in map(SegmentRef.parse, refs):
@@ -322,6 +363,7 @@ class Controller:
         self._fence()
         for incarnation, mine in by_session.items():
             self._check_usable(incarnation)
+            self._look_for(incarnation)
             self._releases.check(incarnation, mine, consumer)
         self._try_again()
         names = {
@@ -344,14 +386,18 @@ class Controller:
         """
         self._writable()
         self._fence()
+        self._saved = rollout_id if self._saved is None else max(self._saved, rollout_id)
         return sum(self._delete(i, freed) for i, freed in self._releases.saved(rollout_id))
 
     def expire(self, retention_s: float) -> int:
         """Release, for everybody, sessions that are older than that; return how many.
 
-        What a live consumer has still to release is left alone, however old it is.
+        What a live consumer has still to release is left alone, however old it is; everything is,
+        until all who are alive had time to say so.
         """
         self._fence()
+        if self._leases is not None and not self._leases.is_heard():
+            return 0
         before = self._now_ns() - int(retention_s * 1e9)
         count = 0
         for incarnation in self._releases.known():
@@ -380,6 +426,26 @@ class Controller:
                 remedy="it can now: open the store again",
             )
 
+    def _look_for(self, incarnation: Incarnation) -> None:
+        """Take in a session that is not known: of a unit that was away, or finalized elsewhere.
+
+        One that is gone, or lost with its unit, counts as released.
+        """
+        if self._leases is None or self._releases.of(incarnation) is not None:
+            return
+        if incarnation in self._dying:
+            return
+        path = incarnation.path
+        try:
+            found = self._catalog.read(path)
+        except UnitLost:
+            _log.warning("%s is lost, and counts as released", incarnation, exc_info=True)
+            return
+        if found is not None:
+            loaded = Loaded(self._start.wanted())
+            self._start.take(path, found, loaded)
+            self._tidy_all(loaded)
+
     def _bury(self, manifest: SessionManifest) -> None:
         """Remove the manifest of a session that is over; its Steps are what is left then."""
         incarnation = manifest.incarnation
@@ -387,17 +453,25 @@ class Controller:
         if self._tombstones is None:
             self._catalog.drop(incarnation)
             return
+        is_noted = True
         try:
             self._tombstones.put(incarnation, units)
-        except TqFsError:
+        except StoreFenced:
+            raise
+        except TqFsError:  # it may lie there all the same, and is removed with the others
             _log.warning("no tombstone for %s: a sweep has to find it", incarnation, exc_info=True)
-            self._catalog.drop(incarnation)
-            return
+            is_noted = False
+        self._at("tombstone written")
         with self._lock:
             self._dying[incarnation] = {Located(u, f"steps/{incarnation.path}") for u in units}
         try:
             self._catalog.drop(incarnation)
+            self._at("manifest dropped")
         except TqFsError:
+            if not is_noted:
+                with self._lock:
+                    del self._dying[incarnation]
+                raise
             _log.warning("the manifest of %s goes later", incarnation, exc_info=True)
             self._catalog.forget(incarnation)
             with self._lock:
@@ -409,8 +483,10 @@ class Controller:
             # One listing, where a listing is a request.
             units = {step.unit for step in freed.steps}
             self._clear([Located(unit, f"steps/{incarnation.path}") for unit in units])
+            self._at("steps deleted")
             self._lay_to_rest(incarnation)
         else:
+            self._at("release written")
             self._clear([_at(incarnation, s.unit, s.index) for s in freed.steps])
         self._writable().cool(_at(incarnation, s.unit, s.index) for s in freed.cold)
         return len(freed.steps)
@@ -431,14 +507,16 @@ class Controller:
         """Delete what would not go before."""
         self._clear(list(self._leftover))
         with self._lock:
-            dying = list(self._dying)
-        for incarnation in dying:
+            unfinished = list(self._unfinished)  # another thread may be at the others
+        for incarnation in unfinished:
             self._lay_to_rest(incarnation)
 
     def _lay_to_rest(self, incarnation: Incarnation) -> None:
         """Remove a tombstone, once nothing that it stands for is left."""
         with self._lock:
             left = self._dying.get(incarnation)
+            if left is not None:
+                self._unfinished.add(incarnation)
         if left is None or self._tombstones is None or any(p in self._leftover for p in left):
             return
         path = incarnation.path
@@ -446,11 +524,13 @@ class Controller:
             if any(place.path.startswith("manifests/") for place in left):
                 self._catalog.drop(incarnation)
             self._tombstones.remove(incarnation)
+            self._at("tombstone removed")
         except TqFsError:
             _log.warning("what is left of %s could not be deleted yet", path, exc_info=True)
             return
         with self._lock:
             self._dying.pop(incarnation, None)
+            self._unfinished.discard(incarnation)
 
     def _tidy(self, path: str, remove: Callable[[], None]) -> None:
         """Remove what a session left in the catalog; what will not go now, at a later start."""
@@ -517,6 +597,8 @@ class Controller:
                 self._resume(stone.incarnation, stone.units)
         loaded = self._start.load(within=documents)
         self._tidy_all(loaded, keep=self._is_spared)
+        if self._saved is not None:
+            self.checkpoint_saved(self._saved)
         return self._summary(loaded)
 
     def _resume(self, incarnation: Incarnation, units: Collection[str]) -> None:
@@ -541,13 +623,38 @@ class Controller:
         self._leases.expire()
         self._try_again()
         loaded = Loaded(self._start.wanted())
-        sweep = Sweep(loaded.wanted, self._is_spared)
+        sweep = Sweep(loaded.wanted)
         for held in units.inventory():
-            self._start.look_again(held.path, loaded)
-            self._fence()
-            self._clear(sweep.strays(held))
+            if held.path in loaded.wanted:
+                self._remove(sweep.strays(held))
+            elif not self._is_spared(held.path) and self._leases.condemn(held.path):
+                # From here on nobody can finalize it, and who did before has left a manifest.
+                try:
+                    self._sweep_orphan(held, loaded, sweep)
+                finally:
+                    self._leases.swept(held.path)
             pause()
         return self._swept(Recovery(), sweep)
+
+    def _sweep_orphan(self, held: Inventory, loaded: Loaded, sweep: Sweep) -> None:
+        """Remove what lies of a session that nobody records, unless it was finalized."""
+        self._start.look_again(held.path, loaded)
+        self._fence()
+        if held.path not in loaded.wanted:
+            try:
+                self._catalog.clear(held.path)  # first: without Steps nobody would find the rest
+            except TqFsError:
+                _log.warning("what is left of %s is swept later", held.path, exc_info=True)
+                return
+        self._remove(sweep.strays(held))
+
+    def _remove(self, places: Sequence[Located]) -> None:
+        """Delete what a sweep has found, which the next one finds again where that fails."""
+        for place in places:
+            try:
+                self._writable().clear(place)
+            except TqFsError:
+                _log.warning("%s could not be swept yet", place, exc_info=True)
 
     def _is_spared(self, path: str) -> bool:
         """Tell whether an incarnation without a manifest has to be left alone."""

@@ -78,14 +78,21 @@ class Releases:
     def learn(
         self, incarnation: Incarnation, released: Released, state: SessionState | None
     ) -> None:
-        """Take in a session that a start has found."""
+        """Take in a session that a start has found; one that is known stays as it is known."""
         with self._lock:
+            if incarnation in self._released:
+                return
             self._released[incarnation] = released
             if state is not None and state.held:
                 self._held[incarnation] = {
                     consumer: {rollout: frozenset(names) for rollout, names in by_rollout.items()}
                     for consumer, by_rollout in state.held.items()
                 }
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """Know nothing of a session any more that was discarded."""
+        with self._alone(incarnation):
+            self._set(incarnation, None, {})
 
     def of(self, incarnation: Incarnation) -> Released | None:
         """Return what was released of a session; None where nothing of it is needed."""

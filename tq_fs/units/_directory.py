@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from tq_fs.errors import StorageUnreachable, TqFsError, UnitLost
 from tq_fs.keys import Incarnation
@@ -13,6 +14,14 @@ from tq_fs.units._layout import Layout, UnitAddress
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 0.25  # between two questions on account of failures
+
+
+class _Question:
+    """What was asked and is not answered yet; nobody waits for longer than `until`."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.answered = threading.Event()
 
 
 class Directory:
@@ -28,6 +37,9 @@ class Directory:
         Monotonic seconds.
     fresh_s
         Seconds after which a layout is too old to place a session by.
+    patience_s
+        Seconds to wait for an answer where an older layout would do: no Step waits for a Controller
+        that is away. None: `ask` answers at once.
     """
 
     def __init__(
@@ -37,40 +49,57 @@ class Directory:
         node: str,
         clock: Callable[[], float],
         fresh_s: float = 5.0,
+        patience_s: float | None = None,
     ) -> None:
         self.node = node
         self._ask = ask
         self._clock = clock
         self._fresh_s = fresh_s
+        self._patience_s = patience_s
+        self._question: _Question | None = None
         self._lock = threading.Lock()
         self._layout = Layout()
         self._units: dict[str, UnitAddress] = {}
+        self._unknown: set[str] = set()  # names that were asked for in vain
         self._asked = float("-inf")
         self._told: set[str] = set()  # units whose endpoint was given out since
 
     def layout(self, older_s: float | None = None) -> Layout:
         """Return the layout, asked anew where it is older than that many seconds.
 
-        Raises
-        ------
-        TqFsError
-            The Controller cannot be asked, and never was.
+        Where that fails, or takes too long, it is the one that was known before.
         """
         limit = self._fresh_s if older_s is None else older_s
         with self._lock:
-            if self._clock() - self._asked >= limit:
-                self._renew()
-            return self._layout
+            now = self._clock()
+            if now - self._asked < limit:
+                return self._layout
+            if self._patience_s is None or not self._is_known:
+                self._take(self._ask())
+                return self._layout
+            if self._question is None:
+                self._question = _Question(now + self._patience_s)
+                threading.Thread(
+                    target=self._put, args=(self._question,), name="tq-fs-layout", daemon=True
+                ).start()
+            question = self._question
+        question.answered.wait(max(0.0, question.until - now))
+        return self._layout
 
-    def _renew(self) -> None:
+    @property
+    def _is_known(self) -> bool:
+        return self._asked > float("-inf")
+
+    def _put(self, question: _Question) -> None:
+        """Put a question to whoever knows the layout, and let others wait for the answer."""
         try:
-            self._take(self._ask())
+            self.tell(self._ask())
         except TqFsError:
-            if not self._units:
-                raise
             _log.warning("the units are taken to be where they were", exc_info=True)
-            self._asked = self._clock()
-            self._told.clear()
+        finally:
+            with self._lock:
+                self._question = None
+            question.answered.set()
 
     def tell(self, layout: Layout) -> None:
         """Hear of a layout, from whoever knows it without being asked."""
@@ -80,6 +109,7 @@ class Directory:
     def _take(self, layout: Layout) -> None:
         self._layout = layout
         self._units = {unit.name: unit for unit in layout.units}
+        self._unknown -= self._units.keys()
         self._asked = self._clock()
         self._told.clear()
 
@@ -90,11 +120,26 @@ class Directory:
         ------
         UnitLost
             There is none of this name.
+        StorageUnreachable
+            It may be one that has not reported to the Controller yet.
         """
         found = self._units.get(name)
         if found is None:
-            self.layout(0.0)
+            # A unit that has just joined is in references sooner than in a layout of a moment ago.
+            older_s = _AGAIN_S if name in self._unknown else 0.0
+            since = self._clock() - older_s
+            self.layout(older_s)
             found = self._units.get(name)
+            if found is None and self._asked < since:
+                raise StorageUnreachable(
+                    "is not known, and the Controller does not answer", subject=f"unit {name}"
+                )
+            if found is None:
+                self._unknown.add(name)
+        if found is None and self._layout.unnamed:
+            raise StorageUnreachable(
+                "has not reported to the Controller yet", subject=f"unit {name}"
+            )
         if found is None:
             raise UnitLost(
                 "the store's cluster has no such unit",
@@ -103,12 +148,24 @@ class Directory:
             )
         return found
 
+    def check(self, name: str) -> None:
+        """Refuse the name of a unit that there is none of; one that may report yet passes.
+
+        Raises
+        ------
+        UnitLost
+        """
+        with suppress(StorageUnreachable):
+            self.find(name)
+
     def is_lost(self, name: str) -> bool:
         """Tell whether a unit is gone for good, as far as is known."""
         try:
             return self.find(name).state == "lost"
         except UnitLost:
             return True
+        except StorageUnreachable:
+            return False
 
     def is_here(self, name: str) -> bool:
         """Tell whether a unit is of this process's node."""

@@ -43,8 +43,8 @@ class HomeDocuments:
             self._units.backend(home).put(key, data, urgent=urgent)
             return
         desk = self._desk()
+        self._where[key] = desk  # also where nobody says so: it may be there by then
         self._units.backend(desk).put(key, data, urgent=urgent)
-        self._where[key] = desk
 
     def publish(
         self, prefix: str, members: Mapping[str, Sequence[Buffer]], *, fresh: bool = False

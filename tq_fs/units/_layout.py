@@ -54,8 +54,11 @@ class Layout:
         Raised by each change that matters to clients.
     units
         By name.
+    unnamed
+        Units that have not reported to this Controller yet, so that their names are not known.
     """
 
     epoch: int = 0
     version: int = 0
     units: tuple[UnitAddress, ...] = ()
+    unnamed: int = 0

@@ -52,7 +52,9 @@ class UnitReaders(Mapping[str, Readable]):
             with self._lock:
                 found = self._ways.get(unit)
                 if found is None:
-                    found = self._ways[unit] = self._way(unit)
+                    found = self._way(unit)
+                    if self._is_known(unit):
+                        self._ways[unit] = found
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -73,16 +75,29 @@ class UnitReaders(Mapping[str, Readable]):
     def _way(self, unit: str) -> Readable:
         objects = self._units.objects
         directory = self._units.directory
+        here = False
         try:
             here = bool(unit) and directory.is_here(unit)
         except UnitLost:
-            here, unit = False, "" if objects is not None else unit
+            unit = "" if objects is not None else unit
+        except StorageUnreachable:
+            pass  # whoever reads waits for it
         if objects is not None and not unit:
             return objects
         if here and (files := self._files(unit)) is not None:
             return files
         way = self._units.backend(unit)
         return way if objects is None else _Fallback(way, objects)
+
+    def _is_known(self, unit: str) -> bool:
+        """Tell whether it is settled how a unit is read: it is known where it is."""
+        try:
+            self._units.directory.is_here(unit)
+        except StorageUnreachable:
+            return False
+        except UnitLost:
+            pass
+        return True
 
     def _files(self, unit: str) -> Backend | None:
         try:

@@ -21,6 +21,7 @@ from tq_fs.keys import Incarnation, StepKey
 from tq_fs.steps import EncodeOptions, FieldArray, StepEntry
 from tq_fs.storage_unit import Inventory, Located, StorageUnit
 from tq_fs.units._directory import Directory, lost
+from tq_fs.units._rest import Rest
 
 _MOST_ASKED = 2  # units beside the home that are sent a Step before there is a pause
 _PAUSES_S = (0.05, 1.0)
@@ -102,23 +103,38 @@ class RemoteUnits:
     # ------------------------------------------------------------ ways
 
     def backend(self, unit: str) -> ChannelBackend:
-        """Return the way to a unit; made when it is first asked for, and kept."""
+        """Return the way to a unit; made when it is first asked for, and kept.
+
+        Raises
+        ------
+        UnitLost
+            There is no such unit.
+        StorageUnreachable
+            To the Controller, which waits for nobody who is known to be away: it has others to
+            serve, and does later what it could not do now.
+        """
         access = self._access
+        if access.epoch:
+            self.directory.endpoint(unit)
         with self._lock:
             found = self._backends.get(unit)
             if found is None:
-                self.directory.find(unit)
+                self.directory.check(unit)
                 found = self._backends[unit] = ChannelBackend(
                     _Endpoint(self.directory, unit),
                     store_id=access.store_id,
                     unit=unit,
                     identity=access.identity,
-                    retry=Retry(deadline_s=access.retry_deadline_s, most_s=1.0),
+                    retry=self._retry(),
                     timeout_s=access.timeout_s,
                     epoch=access.epoch,
                     holder=access.holder,
                 )
             return found
+
+    def _retry(self) -> Retry | Rest:
+        retry = Retry(deadline_s=self._access.retry_deadline_s, most_s=1.0)
+        return Rest(retry, clock=self._clock) if self._access.epoch else retry
 
     @property
     def sent_bytes(self) -> int:
@@ -162,6 +178,7 @@ class RemoteUnits:
         """
         until = self._clock() + self._access.full_deadline_s
         pause_s, most_s = _PAUSES_S
+        home = key.incarnation.home
         while True:
             full: StorageFull | None = None
             for name in self._candidates(key.incarnation):
@@ -170,7 +187,7 @@ class RemoteUnits:
                 except StorageFull as error:
                     full = error
                 except (UnitLost, RetryError):
-                    if self.objects is None:
+                    if self.objects is None and name == home:
                         raise  # the session cannot be finalized without its home
                     _log.warning("%s goes to another unit than %s", key, name, exc_info=True)
             if full is None:
