@@ -28,7 +28,7 @@ from tq_fs.errors import (
     WrongProcess,
 )
 from tq_fs.fields import FieldSpec
-from tq_fs.hydrate import Allocate, Hydrator, Selection
+from tq_fs.hydrate import Allocate, Hydrator, Selection, TokensOf
 from tq_fs.keys import Incarnation
 from tq_fs.manifests import Catalog, Mode
 from tq_fs.memory import mapped_empty
@@ -321,7 +321,7 @@ class Store:
         *,
         fields: Sequence[str] | None = None,
         layers: Range | None = None,
-        tokens: Sequence[Range] | Range | None = None,
+        tokens: Sequence[Range] | Range | TokensOf | None = None,
     ) -> dict[str, list[torch.Tensor]]:
         """Return Slime's fields of a batch of samples.
 
@@ -334,7 +334,8 @@ class Store:
         layers
             Half-open layer range, for a pipeline rank.
         tokens
-            Half-open token range, or several, for a context rank.
+            Half-open token range, or several, for a context rank; or a function that gives them
+            for a sample's length and a field, see :class:`tq_fs.hydrate.Selection`.
 
         Returns
         -------
@@ -358,7 +359,7 @@ class Store:
         budget_bytes: int | None = None,
         fields: Sequence[str] | None = None,
         layers: Range | None = None,
-        tokens: Sequence[Range] | Range | None = None,
+        tokens: Sequence[Range] | Range | TokensOf | None = None,
         reuse: bool = False,
         allocate: Allocate = mapped_empty,
     ) -> MicroBatches:
@@ -460,10 +461,14 @@ def _refs(items: Iterable[str | Segment | Sample]) -> Iterator[str]:
 
 
 def _selection(
-    fields: Sequence[str] | None, layers: Range | None, tokens: Sequence[Range] | Range | None
+    fields: Sequence[str] | None,
+    layers: Range | None,
+    tokens: Sequence[Range] | Range | TokensOf | None,
 ) -> Selection:
-    ranges: tuple[Range, ...] | None = None
-    if tokens is not None:
+    ranges: tuple[Range, ...] | TokensOf | None = None
+    if callable(tokens):
+        ranges = tokens
+    elif tokens is not None:
         given: list[Any] = list(tokens) if np.iterable(tokens) else [tokens]
         ranges = tuple(map(_range, [given] if given and np.ndim(given[0]) == 0 else given))
     return Selection(
