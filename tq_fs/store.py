@@ -40,6 +40,7 @@ from tq_fs.session import Session
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
 from tq_fs.trajectory import Sample, Segment, Trajectory
+from tq_fs.units import Passed
 from tq_fs.writer import StepWriter
 
 if TYPE_CHECKING:
@@ -201,6 +202,7 @@ class Store:
             self.recovery = made.recovery if made else Recovery()
             self.reader = made.reader if made else None
             self._controller = made.controller if made else None
+            self._passed = made.passed if made else Passed
             self._read_only = made is not None and units is None
             self._writer = StepWriter(units, selected, pool=writers, budget=self._budget)
             self._hydrator = Hydrator(self._specs, self.reader)
@@ -415,6 +417,10 @@ class Store:
         (resolved,) = self.reader.resolve((item,))
         entry = resolved.segment
         return Sample(ref=item, tokens=entry.tokens, response_length=entry.response_tokens)
+
+    def passed(self) -> Passed:
+        """Return what has passed between this process and a cluster's units; zeros elsewhere."""
+        return self._passed()
 
     # ------------------------------------------------------------ open and close
 
