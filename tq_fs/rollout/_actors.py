@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tq_fs.errors import ActorLost
 from tq_fs.rollout._barrier import Barrier
 from tq_fs.rollout._calls import gather
 from tq_fs.rollout._manager import Rollout, RolloutManager
@@ -93,12 +95,12 @@ class Trainers:
 
 
 def stop(actors: Sequence[Any]) -> None:
-    """Close the stores of Proxies or trainers, and end them."""
-    try:
-        gather([actor.close.remote() for actor in actors])
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+    """Close the stores of Proxies or trainers, and end them; also those that have ended already."""
+    for closing in [actor.close.remote() for actor in actors]:
+        with suppress(ActorLost):
+            gather([closing])
+    for actor in actors:
+        ray.kill(actor)
 
 
 def _on(node: str, kind: type, **options: Any) -> Any:
