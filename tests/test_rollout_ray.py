@@ -6,13 +6,19 @@ files, although he could.
 
 from __future__ import annotations
 
+import io
+import re
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("ray")
 pytest.importorskip("torch")
@@ -31,7 +37,9 @@ from tests._ray_rollouts import (
     rollout_of,
 )
 from tq_fs import ClusterConfig, StoreConfig, cluster, rollout
+from tq_fs.cli import main
 from tq_fs.demo.raylets import joined
+from tq_fs.demo.scenario import TINY
 from tq_fs.errors import ActorLost
 from tq_fs.rollout import Parallel, ProxyConfig, Rollout, Trained, TrainerConfig, Trainers
 
@@ -205,3 +213,96 @@ def test_a_session_that_fails_is_told_and_leaves_nothing_behind(
     assert passed.sent_bytes > 0
     assert steps_in(tmp_path / "units") == 0
     assert running.status()["open_sessions"] == 0
+
+
+# ---------------------------------------------------------------- demo and example
+
+MODEL = replace(
+    TINY, layers=40, experts=8, topk=8, prompt_tokens=200, tool_tokens=100, new_tokens=2
+)
+
+
+@pytest.mark.slow
+def test_the_demo_ends_bit_identical_and_tells_what_crossed_the_channel_and_ray(
+    nodes: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    from tq_fs.demo.cluster import RayDemo
+
+    console = Console(file=io.StringIO(), width=100)
+    scale = replace(MODEL, payload_bytes=8 * 2**20, budget_bytes=2**20)
+    units = ClusterConfig(paths=(f"{tmp_path}/units/{{node}}",))
+    config = StoreConfig(store_id=f"demo-{uuid.uuid4().hex[:8]}", cluster=units)
+    code = RayDemo(scale, nodes, console, Parallel(pipeline=2)).run(config)
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    assert code == 0, printed
+    assert "bit-identical" in printed.strip().splitlines()[-1]
+    over = re.search(r"read over the channel.*?([\d.]+) MiB", printed)
+    assert over is not None
+    assert float(over[1]) > 0
+    assert re.search(r"another node.s unit opened.* 0 ", printed)
+    shares = re.search(r"growth of Ray.*\(([\d.]+)%\).*\(([\d.]+)%\)", printed)
+    assert shares is not None
+    assert float(shares[1]) > 100
+    assert 0 < float(shares[2]) < 1
+
+
+def test_the_demo_says_what_is_not_as_promised() -> None:
+    pytest.importorskip("transformers")
+    from tq_fs.demo.cluster import Path as OnePath
+    from tq_fs.demo.cluster import RayDemo
+
+    def path(value: str) -> OnePath:
+        rank = Trained(
+            rank=0,
+            node="n",
+            segments=1,
+            micro_batches=1,
+            tensor_bytes=1,
+            channel_bytes=0,
+            file_bytes=9,
+            foreign_units=("b-1",),
+            results=({"s, rollout_log_probs": value},),
+        )
+        return OnePath(trained=(rank,), segments=1, deleted=1, ray_bytes=50, ray_by_node={})
+
+    console = Console(file=io.StringIO(), width=200)
+    demo = RayDemo(MODEL, ["n", "m"], console)
+    assert demo._verdict(path("x"), path("y"), payload=1000, steps=2) == 1
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    for said in (
+        "nothing was read from another node",
+        "rank 0 opened files of another node's ('b-1',)",
+        "Ray's object stores grew by 5.0% of the payload",
+        "release deleted 1 of 2 Steps",
+        "NOT identical: rank 0, s, rollout_log_probs",
+    ):
+        assert said in printed
+    assert "bit-identical" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--address", "auto"], "--address: is for --ray"),
+        (["--ray", "--store", "s3://b/p"], "--store: is not for --ray"),
+    ],
+)
+def test_options_that_do_not_go_together_are_wrong_usage(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_example_runs_on_a_cluster_that_is_there(nodes: list[str]) -> None:
+    address = ray.get_runtime_context().gcs_address
+    example = Path(__file__).parent.parent / "examples" / "02_ray_cluster.py"
+    command = [sys.executable, str(example), "--address", address]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "bit-identical" in done.stdout.strip().splitlines()[-1]
+    assert "64 Steps deleted" in done.stdout
