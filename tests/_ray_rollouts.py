@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests._rollouts import Range, Rollout, short_rollout, specs, standard_fields
 from tq_fs import Segment, Session
+from tq_fs.errors import ValueOutOfRange
 from tq_fs.rollout import Rank
 
 if TYPE_CHECKING:
@@ -47,6 +48,14 @@ class FailingAgent:
 
 def digest(array: Any) -> tuple[str, tuple[int, ...], str]:
     return str(array.dtype), tuple(array.shape), hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def digests(segments: Sequence[Segment], tensors: Mapping[str, Sequence[torch.Tensor]]) -> Digests:
+    return {
+        (segment.session_id, segment.index, name): digest(tensor.numpy())
+        for name, values in tensors.items()
+        for segment, tensor in zip(segments, values, strict=True)
+    }
 
 
 def expected(session_ids: Sequence[str], rank: Rank) -> Digests:
@@ -87,17 +96,12 @@ class Look:
     def __call__(
         self, segments: Sequence[Segment], tensors: Mapping[str, Sequence[torch.Tensor]]
     ) -> tuple[Digests, set[str]]:
-        found = {
-            (segment.session_id, segment.index, name): digest(tensor.numpy())
-            for name, values in tensors.items()
-            for segment, tensor in zip(segments, values, strict=True)
-        }
-        return found, set(self.opened)
+        return digests(segments, tensors), set(self.opened)
 
 
 @dataclass
-class DieOnce:
-    """A step that ends its process when it is first called anywhere, and counts the calls."""
+class Once:
+    """A step that goes wrong when it is first called anywhere, and gives digests from then on."""
 
     marker: Path
 
@@ -107,10 +111,19 @@ class DieOnce:
         try:
             self.marker.touch(exist_ok=False)
         except FileExistsError:
-            return {
-                (segment.session_id, segment.index, name): digest(tensor.numpy())
-                for name, values in tensors.items()
-                for segment, tensor in zip(segments, values, strict=True)
-            }
-        os.kill(os.getpid(), signal.SIGKILL)
+            return digests(segments, tensors)
+        self.go_wrong()
         raise AssertionError("unreachable")
+
+    def go_wrong(self) -> None:
+        raise NotImplementedError
+
+
+class DieOnce(Once):
+    def go_wrong(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FailOnce(Once):
+    def go_wrong(self) -> None:
+        raise ValueOutOfRange("the loss is no number")

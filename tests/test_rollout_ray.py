@@ -10,6 +10,7 @@ import io
 import re
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from tests._ray_rollouts import (
     DieOnce,
     Digests,
     FailingAgent,
+    FailOnce,
     Look,
     expected,
     rollout_of,
@@ -40,7 +42,7 @@ from tq_fs import ClusterConfig, StoreConfig, cluster, rollout
 from tq_fs.cli import main
 from tq_fs.demo.raylets import joined
 from tq_fs.demo.scenario import TINY
-from tq_fs.errors import ActorLost
+from tq_fs.errors import ActorLost, ValueOutOfRange
 from tq_fs.rollout import Parallel, ProxyConfig, Rollout, Trained, TrainerConfig, Trainers
 
 pytestmark = pytest.mark.ray
@@ -199,6 +201,21 @@ def test_a_trainer_killed_before_release_trains_on_the_same_data_when_it_is_ther
                 assert merged(found.results) == expected(SESSIONS, rank)
             assert trainers.checkpoint_saved(0) == 16 * len(SESSIONS)
     assert steps_in(tmp_path / "units") == 0
+
+
+def test_a_rank_that_fails_is_told_at_once_and_nothing_is_released(
+    nodes: list[str], running: cluster.StoreCluster, tmp_path: Path
+) -> None:
+    store_id, step = running.config.store_id, FailOnce(tmp_path / "failed")
+    with rolled_out(nodes, store_id, data=1) as made, running.store(SPECS) as store:
+        started = time.monotonic()
+        with (
+            training(nodes, store_id, Parallel(tensor=2), step) as trainers,
+            pytest.raises(ValueOutOfRange, match="the loss is no number"),
+        ):
+            trainers.train(made)
+        assert time.monotonic() - started < 150  # the other rank would wait for 600 s
+        assert len(list(store.unreleased("train"))) == len(SESSIONS)
 
 
 def test_a_session_that_fails_is_told_and_leaves_nothing_behind(

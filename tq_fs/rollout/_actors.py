@@ -89,9 +89,9 @@ class Trainers:
         return int(count)
 
     def stop(self) -> None:
-        """Close every rank's store, and end the ranks."""
-        stop([*self.ranks])
+        """Close every rank's store, and end the ranks; also those that wait for others."""
         ray.kill(self._barrier)
+        stop(self.ranks)
 
 
 def stop(actors: Sequence[Any]) -> None:
