@@ -12,13 +12,16 @@ import pytest
 import yaml
 
 import tq_fs
+from tests._clusters import STORE, cluster
 from tests._rollouts import assert_batch, record, specs, standard_fields
-from tq_fs import StoreConfig, TierConfig
+from tq_fs import ClusterConfig, StoreConfig, TierConfig
 from tq_fs.backends._s3 import OPTIONS as KNOWN_OPTIONS
+from tq_fs.channel import Identity
+from tq_fs.cluster._settings import settings_of
 from tq_fs.embedded import reader_threads, writer_threads
 
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
-NAMES = ("local-nvme", "s3", "minio", "tiered")
+NAMES = ("local-nvme", "s3", "minio", "tiered", "ray-cluster")
 FIELDS = standard_fields()
 LINE = re.compile(r"^(?P<indent> *)(?P<key>[a-z_]+):(?P<rest>.*)$")
 # A value, perhaps with a unit; then what counts where the value is none or auto.
@@ -48,16 +51,18 @@ def commented(name: str) -> dict[str, str]:
 
 
 def default_of(key: str) -> Any:
-    kind: Any = TierConfig if key.startswith("tier.") else StoreConfig
-    (field,) = [f for f in dataclasses.fields(kind) if f.name == key.removeprefix("tier.")]
-    return field.default
+    above, _, name = key.rpartition(".")
+    kind: Any = {"tier": TierConfig, "cluster": ClusterConfig}.get(above, StoreConfig)
+    (field,) = [f for f in dataclasses.fields(kind) if f.name == name]
+    return list(field.default) if isinstance(field.default, tuple) else field.default
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_configuration_is_valid(name: str) -> None:
     config = StoreConfig.from_yaml(CONFIGS / f"{name}.yaml")
-    assert config.url is not None
+    assert (config.url is None) == (name == "ray-cluster")
     assert (config.tier is not None) == (name == "tiered")
+    assert (config.cluster is not None) == (name == "ray-cluster")
     assert pickle.loads(pickle.dumps(config)) == config  # a literal secret would not travel
 
 
@@ -68,7 +73,7 @@ def test_every_key_tells_its_default(name: str) -> None:
             assert comment.startswith("no default. ")
             continue
         assert comment.startswith("default: "), key
-        if key.startswith("storage_options") or key in ("tier", "url"):
+        if key.startswith("storage_options") or key in ("tier", "url", "cluster"):
             continue
         said = SAID.match(comment)
         assert said is not None, key
@@ -97,6 +102,7 @@ def test_every_key_stands_in_an_example() -> None:
     told = {key for name in NAMES for key in commented(name)}
     want = {f.name for f in dataclasses.fields(StoreConfig)}
     want |= {f"tier.{f.name}" for f in dataclasses.fields(TierConfig)}
+    want |= {f"cluster.{f.name}" for f in dataclasses.fields(ClusterConfig)}
     want |= {f"storage_options.{name}" for name in OPTIONS}
     assert told == want
     assert set(KNOWN_OPTIONS) >= OPTIONS
@@ -122,3 +128,18 @@ def test_an_example_configuration_opens_a_store(
         segments, want = record(store, "a", 1)
         assert_batch(store.hydrate(segments), want)
         assert len(list(store.unreleased())) == len(segments)
+
+
+def test_the_example_of_a_cluster_makes_units(tmp_path: Path) -> None:
+    values = yaml.safe_load((CONFIGS / "ray-cluster.yaml").read_text())
+    config = settings_of(CONFIGS / "ray-cluster.yaml")
+    assert config.cluster is not None
+    assert config.cluster.folders("a") == ("/mnt/nvme/tq-fs",)
+    settings = values["cluster"] | {"paths": (str(tmp_path / "{node}"),), "host": "127.0.0.1"}
+    identity = Identity.new(STORE)
+    with (
+        cluster(tmp_path, 2, cluster=settings, identity=identity) as made,
+        made.store(specs(FIELDS)) as store,
+    ):
+        segments, want = record(store, "a", 1)
+        assert_batch(store.hydrate(segments), want)

@@ -39,10 +39,11 @@ LAYERS = (
     ("store",),
     ("tq_fs",),
     ("cluster",),
+    ("rollout",),
     ("testing", "bench", "demo"),
     ("cli",),
 )
-EDGES = {"cluster", "testing", "bench", "demo", "cli"}
+EDGES = {"cluster", "rollout", "testing", "bench", "demo", "cli"}
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 
 STORAGE = {"aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "obstore", "s3fs"}

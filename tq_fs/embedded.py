@@ -19,6 +19,7 @@ from tq_fs.reader import SegmentReader
 from tq_fs.recovery import Recovery
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit, Units
+from tq_fs.units import Passed
 
 UNIT = "local"
 _LOCAL_THREADS = 2
@@ -42,6 +43,8 @@ class Parts:
         Of the store itself, its id included; and the same as a local folder, where it is one.
     recovery
         What opening it found.
+    passed
+        Tells what has passed between this process and the units of a cluster.
     """
 
     controller: ControllerCalls
@@ -50,6 +53,7 @@ class Parts:
     url: str | None
     location: Path | None
     recovery: Recovery
+    passed: Callable[[], Passed] = Passed
 
 
 def open_embedded(

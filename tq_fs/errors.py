@@ -89,6 +89,18 @@ class UnitsUnavailable(RetryError):
     code = "units_unavailable"
 
 
+class ActorLost(RetryError):
+    """A process of the rollout or of training ended; what it read is still stored."""
+
+    code = "actor_lost"
+
+
+class RanksMissing(RetryError):
+    """Ranks did not come to the barrier in time; nothing was released."""
+
+    code = "ranks_missing"
+
+
 # ---------------------------------------------------------------- make room
 
 

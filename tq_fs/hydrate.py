@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
+TokensOf = Callable[[int, FieldSpec], Sequence[Range]]
 PREFIX = "rollout_"
 
 
@@ -88,14 +89,15 @@ class Selection:
     layers
         Half-open layer range of fields that have layers (a pipeline rank's).
     tokens
-        Half-open token ranges of the sample, one after the other (a context rank's chunks). None
-        for all. Ranges are cut to the sample's length. Of transitions fields the rows of these
-        tokens are taken, of logprobs those that belong to the response.
+        Half-open token ranges of the sample, one after the other. None for all. Ranges are cut to
+        the sample's length. Of transitions fields the rows of these tokens are taken, of logprobs
+        those that belong to the response. Or a function that gives them for a sample of so many
+        tokens and a field, as a context rank's chunks are cut (:meth:`tq_fs.rollout.Rank.tokens`).
     """
 
     fields: tuple[str, ...] | None = None
     layers: Range | None = None
-    tokens: tuple[Range, ...] | None = None
+    tokens: tuple[Range, ...] | TokensOf | None = None
 
 
 class Hydrator:
@@ -219,7 +221,9 @@ def _room(shape: _Shape, arena: Arena | None) -> Array:
     return np.empty(shape.shape, shape.dtype)
 
 
-def _rows(spec: FieldSpec, sample: Sample, tokens: tuple[Range, ...] | None) -> tuple[Range, ...]:
+def _rows(
+    spec: FieldSpec, sample: Sample, tokens: tuple[Range, ...] | TokensOf | None
+) -> tuple[Range, ...]:
     """Return which rows of the Segment's field a sample takes."""
     if not 0 <= sample.response_length <= sample.tokens:
         raise InvalidSelection(
@@ -232,7 +236,7 @@ def _rows(spec: FieldSpec, sample: Sample, tokens: tuple[Range, ...] | None) -> 
     if tokens is None:
         return ((low, high),)
     rows = []
-    for start, stop in tokens:
+    for start, stop in tokens(sample.tokens, spec) if callable(tokens) else tokens:
         if not 0 <= start <= stop:
             raise InvalidSelection(f"[{start}, {stop}) is no token range", subject=str(sample.ref))
         first = min(max(start, low), high)

@@ -28,7 +28,7 @@ from tq_fs.errors import (
     WrongProcess,
 )
 from tq_fs.fields import FieldSpec
-from tq_fs.hydrate import Allocate, Hydrator, Selection
+from tq_fs.hydrate import Allocate, Hydrator, Selection, TokensOf
 from tq_fs.keys import Incarnation
 from tq_fs.logs import log_context
 from tq_fs.manifests import Catalog, Mode
@@ -42,6 +42,7 @@ from tq_fs.session import Session
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
 from tq_fs.trajectory import Sample, Segment, Trajectory
+from tq_fs.units import Passed
 from tq_fs.writer import StepWriter
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ class Store:
             self.recovery = made.recovery if made else Recovery()
             self.reader = made.reader if made else None
             self._controller = made.controller if made else None
+            self._passed = made.passed if made else Passed
             self._read_only = made is not None and units is None
             self._writer = StepWriter(
                 units, selected, pool=writers, budget=self._budget, metrics=metrics
@@ -339,7 +341,7 @@ class Store:
         *,
         fields: Sequence[str] | None = None,
         layers: Range | None = None,
-        tokens: Sequence[Range] | Range | None = None,
+        tokens: Sequence[Range] | Range | TokensOf | None = None,
     ) -> dict[str, list[torch.Tensor]]:
         """Return Slime's fields of a batch of samples.
 
@@ -352,7 +354,8 @@ class Store:
         layers
             Half-open layer range, for a pipeline rank.
         tokens
-            Half-open token range, or several, for a context rank.
+            Half-open token range, or several, for a context rank; or a function that gives them
+            for a sample's length and a field, see :class:`tq_fs.hydrate.Selection`.
 
         Returns
         -------
@@ -377,7 +380,7 @@ class Store:
         budget_bytes: int | None = None,
         fields: Sequence[str] | None = None,
         layers: Range | None = None,
-        tokens: Sequence[Range] | Range | None = None,
+        tokens: Sequence[Range] | Range | TokensOf | None = None,
         reuse: bool = False,
         allocate: Allocate = mapped_empty,
     ) -> MicroBatches:
@@ -434,6 +437,10 @@ class Store:
         entry = resolved.segment
         return Sample(ref=item, tokens=entry.tokens, response_length=entry.response_tokens)
 
+    def passed(self) -> Passed:
+        """Return what has passed between this process and a cluster's units; zeros elsewhere."""
+        return self._passed()
+
     # ------------------------------------------------------------ open and close
 
     def close(self) -> None:
@@ -479,10 +486,14 @@ def _refs(items: Iterable[str | Segment | Sample]) -> Iterator[str]:
 
 
 def _selection(
-    fields: Sequence[str] | None, layers: Range | None, tokens: Sequence[Range] | Range | None
+    fields: Sequence[str] | None,
+    layers: Range | None,
+    tokens: Sequence[Range] | Range | TokensOf | None,
 ) -> Selection:
-    ranges: tuple[Range, ...] | None = None
-    if tokens is not None:
+    ranges: tuple[Range, ...] | TokensOf | None = None
+    if callable(tokens):
+        ranges = tokens
+    elif tokens is not None:
         given: list[Any] = list(tokens) if np.iterable(tokens) else [tokens]
         ranges = tuple(map(_range, [given] if given and np.ndim(given[0]) == 0 else given))
     return Selection(

@@ -26,8 +26,13 @@ Runs the main job end to end on a real mixture-of-experts model with random weig
 multi-turn rollouts are recorded as Zarr Steps, finalized into Segments, hydrated and replayed, and
 every tensor is compared with the in-memory path.
 
+With --ray the same on a Ray cluster: Proxies and trainers on every node, units between them; told
+is what crossed the channel, and what went through Ray's object stores.
+
 example:
   tq-fs demo --figure memory.png
+  tq-fs demo --ray
+  tq-fs demo --ray --address auto --config cluster.yaml
 """
 
 _RECOVER = """\
@@ -156,6 +161,16 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=256,
         help="routing to take through each path while its memory is measured, in MiB of int32; "
         "less for a slow store (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ray",
+        action="store_true",
+        help="on a Ray cluster; --folder is then a folder of every node, for its unit",
+    )
+    parser.add_argument(
+        "--address",
+        help="with --ray: the cluster, auto for the one of this machine (default: two raylets are "
+        "started here, and ended)",
     )
     parser.set_defaults(run=_demo)
 
@@ -307,6 +322,10 @@ def _add_controller(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    if arguments.ray:
+        return _demo_on_ray(arguments)
+    if arguments.address is not None:
+        raise InvalidConfig("is for --ray", subject="--address", remedy="give --ray too")
     from tq_fs.demo.run import run  # noqa: PLC0415  # needs torch
     from tq_fs.demo.scenario import DEFAULT  # noqa: PLC0415
 
@@ -317,6 +336,22 @@ def _demo(arguments: argparse.Namespace) -> int:
         config=config,
         figure=arguments.figure,
         scale=replace(DEFAULT, payload_bytes=arguments.payload_mib * 2**20),
+        console=Console(),
+    )
+
+
+def _demo_on_ray(arguments: argparse.Namespace) -> int:
+    from tq_fs.demo.ray_run import run_on_ray  # noqa: PLC0415  # needs torch and Ray
+
+    if arguments.store is not None:
+        raise InvalidConfig(
+            "is not for --ray", subject="--store", remedy="give a --config with the url and units"
+        )
+    return run_on_ray(
+        address=arguments.address,
+        folder=arguments.folder,
+        config=StoreConfig.from_yaml(arguments.config) if arguments.config else None,
+        payload_bytes=arguments.payload_mib * 2**20,
         console=Console(),
     )
 

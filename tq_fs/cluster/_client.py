@@ -130,6 +130,7 @@ def open_attached(
         url=config.url,
         location=None,
         recovery=Recovery(),
+        passed=readers.passed,
     )
 
 

@@ -3,7 +3,7 @@
 from tq_fs.units._directory import Directory
 from tq_fs.units._documents import HomeDocuments
 from tq_fs.units._layout import Layout, State, UnitAddress
-from tq_fs.units._readers import UnitReaders
+from tq_fs.units._readers import Passed, UnitReaders
 from tq_fs.units._units import Access, RemoteUnits
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Directory",
     "HomeDocuments",
     "Layout",
+    "Passed",
     "RemoteUnits",
     "State",
     "UnitAddress",

@@ -6,12 +6,33 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from tq_fs.backends import Backend, Buffer, ObjectBackend, ObjectReader, Readable
 from tq_fs.errors import StorageUnreachable, TqFsError, UnitLost
 from tq_fs.units._units import RemoteUnits
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """Bytes of values that have passed between a process and the units of its store.
+
+    Attributes
+    ----------
+    sent_bytes, received_bytes
+        Over the channel.
+    file_bytes
+        Read from files of units on the same node.
+    files
+        The units whose files were opened, each with the id of its node.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    file_bytes: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 class UnitReaders(Mapping[str, Readable]):
@@ -37,6 +58,8 @@ class UnitReaders(Mapping[str, Readable]):
         self._open_files = open_files
         self._lock = threading.Lock()
         self._ways: dict[str, Readable] = {}
+        self._nodes: dict[str, str] = {}
+        self._count = _Count()
         self._opened = ExitStack()
 
     def __getitem__(self, unit: str) -> Readable:
@@ -65,6 +88,17 @@ class UnitReaders(Mapping[str, Readable]):
         """Return how many were asked for."""
         return len(self._ways)
 
+    def passed(self) -> Passed:
+        """Return what has passed so far."""
+        with self._lock:
+            files = dict(self._nodes)
+        return Passed(
+            sent_bytes=self._units.sent_bytes,
+            received_bytes=self._units.received_bytes,
+            file_bytes=self._count.nbytes,
+            files=files,
+        )
+
     def close(self) -> None:
         """Close the files of units of this node; idempotent."""
         with self._lock:
@@ -85,7 +119,7 @@ class UnitReaders(Mapping[str, Readable]):
         if objects is not None and not unit:
             return objects
         if here and (files := self._files(unit)) is not None:
-            return files
+            return _Counted(files, self._count)
         way = self._units.backend(unit)
         return way if objects is None else _Fallback(way, objects)
 
@@ -100,13 +134,61 @@ class UnitReaders(Mapping[str, Readable]):
         return True
 
     def _files(self, unit: str) -> Backend | None:
+        address = self._units.directory.find(unit)
         try:
-            found = self._open_files(self._units.directory.find(unit).folder, self._opened)
+            found = self._open_files(address.folder, self._opened)
         except TqFsError:
             _log.info("files of unit %s are read over the channel", unit, exc_info=True)
             return None  # another mount namespace, perhaps
         self.files[unit] = found
+        self._nodes[unit] = address.node
         return found
+
+
+class _Count:
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, buffers: Sequence[Buffer]) -> None:
+        nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
+        with self._lock:
+            self.nbytes += nbytes
+
+
+class _Counted:
+    """Reads files, and counts their bytes."""
+
+    def __init__(self, files: Backend, count: _Count) -> None:
+        self._files = files
+        self._count = count
+        self.request_bytes = files.request_bytes
+
+    def open(self, key: str) -> ObjectReader:
+        return _CountedObject(self._files.open(key), self._count)
+
+    def distrust(self, key: str) -> bool:
+        return self._files.distrust(key)
+
+
+class _CountedObject:
+    def __init__(self, source: ObjectReader, count: _Count) -> None:
+        self._source = source
+        self._count = count
+
+    def readinto(self, buffers: Sequence[Buffer], offset: int) -> None:
+        self._source.readinto(buffers, offset)
+        self._count.add(buffers)
+
+    def ahead(self, offset: int, nbytes: int) -> None:
+        self._source.ahead(offset, nbytes)
+
+    def __enter__(self) -> _CountedObject:
+        self._source.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._source.__exit__(*exc)
 
 
 class _Fallback:
