@@ -96,7 +96,7 @@ def test_what_was_recorded_on_many_units_is_read_bit_for_bit_from_any_node(two: 
         assert set(readers_of(near).files) == {two.unit("n0").name}
         assert not readers_of(far).files
         assert units_of(far).received_bytes > units_of(near).received_bytes > 0
-        assert near.passed().files == {mine: "n0"}
+        assert near.passed().files == {two.unit("n0").name: "n0"}
         assert far.passed().files == {}
         whole = far.passed().received_bytes
         assert whole == near.passed().received_bytes + near.passed().file_bytes
