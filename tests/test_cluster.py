@@ -324,8 +324,8 @@ def test_a_deletion_that_a_crash_has_interrupted_goes_on(
         left = {n: files(two)[n] - before[n] for n in before}
         segments = [s for i in range(4) for s in record(store, f"s{i}", i)[0]]
         with monkeypatch.context() as patch:
-            patch.setattr("tq_fs.controller._controller.Controller._clear", lambda *_: None)
-            patch.setattr("tq_fs.controller._controller.Controller._lay_to_rest", lambda *_: None)
+            patch.setattr("tq_fs.controller._removal.Removal.clear", lambda *_: None)
+            patch.setattr("tq_fs.controller._removal.Removal._lay_to_rest", lambda *_: None)
             store.release(segments)
             two.controller.close()
         assert any("tombstones" in p for found in files(two).values() for p in found)

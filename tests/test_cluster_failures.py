@@ -472,10 +472,10 @@ def test_no_other_thread_takes_a_tombstone_away_while_a_session_is_being_deleted
 
         def at(point: str) -> None:
             if point in ("tombstone written", "manifest dropped"):
-                controller._try_again()  # as any release and any sweep does
+                controller._removing().try_again()  # as any release and any sweep does
                 stones.append(any(f.startswith("tombstones/") for f in files(two)))
 
-        monkeypatch.setattr(controller, "_at", at)
+        monkeypatch.setattr(controller._removing(), "_at", at)
         store.release(segments)
         assert stones == [True, True]
         assert not files(two)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +15,7 @@ from tq_fs.backends import Backend
 from tq_fs.controller._finish import draft_manifest, finish
 from tq_fs.controller._leases import Leases
 from tq_fs.controller._releases import Freed, Releases
+from tq_fs.controller._removal import Removal
 from tq_fs.controller._start import Start
 from tq_fs.controller._tombstones import Tombstones
 from tq_fs.errors import (
@@ -27,12 +27,11 @@ from tq_fs.errors import (
     MissingError,
     ReadOnlyStore,
     SessionClosed,
-    StoreFenced,
     TqFsError,
     TrajectoryMissing,
     UnitLost,
 )
-from tq_fs.keys import Incarnation, SegmentRef, StepKey
+from tq_fs.keys import Incarnation, SegmentRef
 from tq_fs.manifests import Catalog, Found, Resolved, SessionManifest
 from tq_fs.recovery import Loaded, Recovery, Sweep
 from tq_fs.storage_unit import Inventory, Located, Units
@@ -117,14 +116,12 @@ class Controller:
         self._now_ns = now_ns
         self._home = home
         self._leases = leases
-        self._tombstones = tombstones
-        self._releases = Releases(catalog, self._bury, epoch=epoch)
+        self._removal: Removal | None = None
+        if units is not None:
+            self._removal = Removal(catalog, units, tombstones, at=at)
+        self._releases = Releases(catalog, lambda m: self._removing().bury(m), epoch=epoch)
         self._start = Start(catalog, self._releases, keep=units is not None, pool=pool)
-        self._leftover: dict[Located, None] = {}
-        self._dying: dict[Incarnation, set[Located]] = {}
         self._saved: int | None = None  # of the last checkpoint, for units that are away
-        self._unfinished: set[Incarnation] = set()  # of those, whose deletion was gone through
-        self._lock = threading.Lock()
 
     # ------------------------------------------------------------ sessions
 
@@ -169,7 +166,7 @@ class Controller:
             keep=keep if self._persist else None,
             publish=self.publish,
         )
-        self._clear(unneeded)
+        self._removing().clear(unneeded)
         return manifest
 
     def publish(self, draft: SessionManifest) -> SessionManifest:
@@ -194,7 +191,7 @@ class Controller:
         try:
             self._catalog.publish(manifest)
         except BaseException:
-            self._tidy(incarnation.path, partial(self._catalog.drop, incarnation))
+            self._removing().tidy(incarnation.path, partial(self._catalog.drop, incarnation))
             raise
         self._at("manifest written")
         self._fence()  # once more: who took the store in between may have swept the Steps
@@ -289,7 +286,7 @@ class Controller:
     def _packed(self, ref: str) -> bytes | TqFsError:
         try:
             parsed = SegmentRef.parse(ref)
-            if parsed.incarnation in self._dying:
+            if self._removing().is_dying(parsed.incarnation):
                 return self._catalog.absent(parsed)
             return self._catalog.packed(parsed)
         except TqFsError as error:
@@ -365,7 +362,7 @@ class Controller:
             self._check_usable(incarnation)
             self._look_for(incarnation)
             self._releases.check(incarnation, mine, consumer)
-        self._try_again()
+        self._removing().try_again()
         names = {
             incarnation: frozenset(f"{r.view}/{r.index}" for r in mine)
             for incarnation, mine in by_session.items()
@@ -375,7 +372,8 @@ class Controller:
                 self._releases.hold(incarnation, held, consumer, rollout_id)
             return 0
         return sum(
-            self._delete(i, self._releases.release(i, done, consumer)) for i, done in names.items()
+            self._removing().delete(i, self._releases.release(i, done, consumer))
+            for i, done in names.items()
         )
 
     def checkpoint_saved(self, rollout_id: int) -> int:
@@ -387,7 +385,13 @@ class Controller:
         self._writable()
         self._fence()
         self._saved = rollout_id if self._saved is None else max(self._saved, rollout_id)
-        return sum(self._delete(i, freed) for i, freed in self._releases.saved(rollout_id))
+        return sum(
+            self._removing().delete(i, freed) for i, freed in self._releases.saved(rollout_id)
+        )
+
+    def _delete(self, freed: Iterable[tuple[Incarnation, Freed]]) -> int:
+        removal = self._removing()
+        return sum(removal.delete(incarnation, one) for incarnation, one in freed)
 
     def expire(self, retention_s: float) -> int:
         """Release, for everybody, sessions that are older than that; return how many.
@@ -404,7 +408,7 @@ class Controller:
             if incarnation.opened_ns >= before or self._is_awaited(incarnation):
                 continue
             _log.warning("%s is older than the retention time, and is deleted", incarnation)
-            self._delete(incarnation, self._releases.release_all(incarnation))
+            self._removing().delete(incarnation, self._releases.release_all(incarnation))
             count += 1
         return count
 
@@ -433,7 +437,7 @@ class Controller:
         """
         if self._leases is None or self._releases.of(incarnation) is not None:
             return
-        if incarnation in self._dying:
+        if self._removing().is_dying(incarnation):
             return
         path = incarnation.path
         try:
@@ -445,99 +449,6 @@ class Controller:
             loaded = Loaded(self._start.wanted())
             self._start.take(path, found, loaded)
             self._tidy_all(loaded)
-
-    def _bury(self, manifest: SessionManifest) -> None:
-        """Remove the manifest of a session that is over; its Steps are what is left then."""
-        incarnation = manifest.incarnation
-        units = {step.unit for step in manifest.steps}
-        if self._tombstones is None:
-            self._catalog.drop(incarnation)
-            return
-        is_noted = True
-        try:
-            self._tombstones.put(incarnation, units)
-        except StoreFenced:
-            raise
-        except TqFsError:  # it may lie there all the same, and is removed with the others
-            _log.warning("no tombstone for %s: a sweep has to find it", incarnation, exc_info=True)
-            is_noted = False
-        self._at("tombstone written")
-        with self._lock:
-            self._dying[incarnation] = {Located(u, f"steps/{incarnation.path}") for u in units}
-        try:
-            self._catalog.drop(incarnation)
-            self._at("manifest dropped")
-        except TqFsError:
-            if not is_noted:
-                with self._lock:
-                    del self._dying[incarnation]
-                raise
-            _log.warning("the manifest of %s goes later", incarnation, exc_info=True)
-            self._catalog.forget(incarnation)
-            with self._lock:
-                self._dying[incarnation].add(Located("", f"manifests/{incarnation.path}"))
-
-    def _delete(self, incarnation: Incarnation, freed: Freed) -> int:
-        """Delete the Steps that a release has freed; return how many."""
-        if freed.is_over:
-            # One listing, where a listing is a request.
-            units = {step.unit for step in freed.steps}
-            self._clear([Located(unit, f"steps/{incarnation.path}") for unit in units])
-            self._at("steps deleted")
-            self._lay_to_rest(incarnation)
-        else:
-            self._at("release written")
-            self._clear([_at(incarnation, s.unit, s.index) for s in freed.steps])
-        self._writable().cool(_at(incarnation, s.unit, s.index) for s in freed.cold)
-        return len(freed.steps)
-
-    def _clear(self, places: Sequence[Located]) -> None:
-        """Delete Steps; what will not go now is tried again at later releases and at a start."""
-        units = self._writable()
-        for place in places:
-            try:
-                units.clear(place)
-            except TqFsError:
-                _log.warning("%s could not be deleted yet", place, exc_info=True)
-                self._leftover[place] = None
-            else:
-                self._leftover.pop(place, None)
-
-    def _try_again(self) -> None:
-        """Delete what would not go before."""
-        self._clear(list(self._leftover))
-        with self._lock:
-            unfinished = list(self._unfinished)  # another thread may be at the others
-        for incarnation in unfinished:
-            self._lay_to_rest(incarnation)
-
-    def _lay_to_rest(self, incarnation: Incarnation) -> None:
-        """Remove a tombstone, once nothing that it stands for is left."""
-        with self._lock:
-            left = self._dying.get(incarnation)
-            if left is not None:
-                self._unfinished.add(incarnation)
-        if left is None or self._tombstones is None or any(p in self._leftover for p in left):
-            return
-        path = incarnation.path
-        try:
-            if any(place.path.startswith("manifests/") for place in left):
-                self._catalog.drop(incarnation)
-            self._tombstones.remove(incarnation)
-            self._at("tombstone removed")
-        except TqFsError:
-            _log.warning("what is left of %s could not be deleted yet", path, exc_info=True)
-            return
-        with self._lock:
-            self._dying.pop(incarnation, None)
-            self._unfinished.discard(incarnation)
-
-    def _tidy(self, path: str, remove: Callable[[], None]) -> None:
-        """Remove what a session left in the catalog; what will not go now, at a later start."""
-        try:
-            remove()
-        except TqFsError:
-            _log.warning("what is left of %s could not be deleted yet", path, exc_info=True)
 
     # ------------------------------------------------------------ start
 
@@ -562,7 +473,7 @@ class Controller:
             if rebuild and held.path in self._start.unreadable and self._rebuild(held, loaded):
                 rebuilt.append(held.path)
             self._start.look_again(held.path, loaded)
-            self._clear(sweep.strays(held))
+            self._removing().clear(sweep.strays(held))
         self._tidy_all(loaded)
         if not rebuild:
             self._catalog.flush(self._epoch)
@@ -576,9 +487,7 @@ class Controller:
 
         Call once, before anything else, where there are leases. Orphans are :meth:`sweep`'s.
         """
-        dying = list(self._tombstones.all()) if self._tombstones is not None else []
-        for stone in dying:
-            self._resume(stone.incarnation, stone.units)
+        self._removing().resume()
         loaded = self._start.load()
         self._tidy_all(loaded, keep=self._is_spared)
         self._catalog.flush(self._epoch)
@@ -592,23 +501,12 @@ class Controller:
         documents
             What lies on it.
         """
-        if self._tombstones is not None:
-            for stone in self._tombstones.all():
-                self._resume(stone.incarnation, stone.units)
+        self._removing().resume()
         loaded = self._start.load(within=documents)
         self._tidy_all(loaded, keep=self._is_spared)
         if self._saved is not None:
             self.checkpoint_saved(self._saved)
         return self._summary(loaded)
-
-    def _resume(self, incarnation: Incarnation, units: Collection[str]) -> None:
-        """Go on with a deletion that another Controller has begun."""
-        steps = {Located(unit, f"steps/{incarnation.path}") for unit in units}
-        manifest = Located("", f"manifests/{incarnation.path}")
-        with self._lock:
-            self._dying[incarnation] = {*steps, manifest}
-        self._clear(sorted(steps))
-        self._lay_to_rest(incarnation)
 
     def sweep(self, pause: Callable[[], None] = lambda: None) -> Recovery:
         """Remove what is orphaned, while sessions go on: never what may still be recorded.
@@ -621,12 +519,12 @@ class Controller:
         assert self._leases is not None, "a store without leases is swept at its start"
         units = self._writable()
         self._leases.expire()
-        self._try_again()
+        self._removing().try_again()
         loaded = Loaded(self._start.wanted())
         sweep = Sweep(loaded.wanted)
         for held in units.inventory():
             if held.path in loaded.wanted:
-                self._remove(sweep.strays(held))
+                self._removing().sweep(sweep.strays(held))
             elif not self._is_spared(held.path) and self._leases.condemn(held.path):
                 # From here on nobody can finalize it, and who did before has left a manifest.
                 try:
@@ -646,15 +544,7 @@ class Controller:
             except TqFsError:
                 _log.warning("what is left of %s is swept later", held.path, exc_info=True)
                 return
-        self._remove(sweep.strays(held))
-
-    def _remove(self, places: Sequence[Located]) -> None:
-        """Delete what a sweep has found, which the next one finds again where that fails."""
-        for place in places:
-            try:
-                self._writable().clear(place)
-            except TqFsError:
-                _log.warning("%s could not be swept yet", place, exc_info=True)
+        self._removing().sweep(sweep.strays(held))
 
     def _is_spared(self, path: str) -> bool:
         """Tell whether an incarnation without a manifest has to be left alone."""
@@ -698,9 +588,9 @@ class Controller:
         """Remove what sessions that are over, or were never finalized, left in the catalog."""
         for path in loaded.abandoned:
             if not keep(path):
-                self._tidy(path, partial(self._catalog.clear, path))
+                self._removing().tidy(path, partial(self._catalog.clear, path))
         for incarnation in loaded.ended.values():
-            self._tidy(incarnation.path, partial(self._catalog.drop, incarnation))
+            self._removing().tidy(incarnation.path, partial(self._catalog.drop, incarnation))
 
     def _summary(self, loaded: Loaded) -> Recovery:
         return replace(loaded.summary(), unreadable=tuple(self._start.unreadable))
@@ -747,13 +637,14 @@ class Controller:
             return True
         return False
 
+    def _removing(self) -> Removal:
+        self._writable()
+        assert self._removal is not None  # as there are units
+        return self._removal
+
     def _writable(self) -> Units:
         if self._units is None:
             raise ReadOnlyStore(
                 "is open for reading only", subject=f"store {self._catalog.store_id!r}"
             )
         return self._units
-
-
-def _at(incarnation: Incarnation, unit: str, step: int) -> Located:
-    return Located(unit, StepKey(incarnation, step).path)
