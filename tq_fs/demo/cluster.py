@@ -23,10 +23,11 @@ from tq_fs.demo.scenario import Rollout, Scale, play
 from tq_fs.rollout import Parallel, ProxyConfig, Trained, TrainerConfig, Trainers
 from tq_fs.store import open_store
 
-# As many recorded layers as a real model: what is resident of a token (its id, its mask) is then as
-# small beside its routing as there. Few experts, which take the time on a CPU.
+# As many recorded layers as large models have: what is resident of a token (its id, its mask) is
+# then as small beside its routing as there, also where each shard lies on two nodes. Few experts,
+# which take the time on a CPU.
 SCALE = Scale(
-    layers=40,
+    layers=60,
     experts=32,
     hidden=32,
     sessions=3,
