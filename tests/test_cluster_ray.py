@@ -277,7 +277,9 @@ def test_the_commands_of_the_documentation_run(raylets: Raylets, tmp_path: Path)
         if command[2] == "start":
             text = (ROOT / command[3]).read_text()
             command[3] = str(tmp_path / "config.yaml")
-            (tmp_path / "config.yaml").write_text(text.replace("/mnt/nvme", f"{tmp_path}/{{node}}"))
+            (tmp_path / "config.yaml").write_text(
+                text.replace("[/mnt/nvme/tq-fs]", f"['{tmp_path}/{{node}}']")
+            )
         elif command[2] == "drain":
             command[4] = tq_fs.cluster.attach(command[3]).layout().units[0].name
         assert main(command[1:]) == 0, command

@@ -21,6 +21,7 @@ COMMAND = re.compile(r"`((?:tq-fs|python|make) [^`]+)`")
 # What makes a long command short; the last of two equal options counts.
 SHORTER = {
     "tq-fs demo --store": "--payload-mib 8",
+    "tq-fs demo --ray": "--payload-mib 32",
     "tq-fs bench step": "--tokens 64 --layers 4 --topk 2 --repeats 1 --root {tmp}",
     "tq-fs bench channel": "--repeats 1 --root {tmp}",
     "tq-fs bench controller": "--steps 30500 --root {tmp}",
