@@ -25,6 +25,7 @@ Array = npt.NDArray[Any]
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 TokensOf = Callable[[int, FieldSpec], Sequence[Range]]
 PREFIX = "rollout_"
+_RESOLVED = 256  # samples at a time: in a cluster each time is a call
 
 
 class Arena:
@@ -163,9 +164,10 @@ class Hydrator:
     def sizes(self, samples: Sequence[Sample], select: Selection) -> list[int]:
         """Return the bytes each sample takes once hydrated. Nothing is read."""
         sizes = []
-        for sample in samples:  # one at a time: a shard's manifests may be many
-            (where,) = self._resolved([sample], select)
-            sizes.append(sum(shape.nbytes for shape in self._shapes(sample, where, select)))
+        for first in range(0, len(samples), _RESOLVED):  # a shard's manifests may be many
+            some = samples[first : first + _RESOLVED]
+            for sample, where in zip(some, self._resolved(some, select), strict=True):
+                sizes.append(sum(shape.nbytes for shape in self._shapes(sample, where, select)))
         return sizes
 
     # ------------------------------------------------------------ inside
