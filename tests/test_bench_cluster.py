@@ -49,6 +49,7 @@ def with_ray(test: Any) -> Any:
     return test
 
 
+@pytest.mark.timeout(900)  # a dozen processes start, each of which imports torch
 @with_ray
 def test_it_prints_one_json_object_with_every_figure_and_leaves_nothing(tmp_path: Path) -> None:
     command = ["bench", "cluster", *SMALL, "--root", str(tmp_path / "place"), "--json", "-"]

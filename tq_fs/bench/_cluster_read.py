@@ -17,7 +17,9 @@ from tq_fs.errors import TqFsError
 from tq_fs.reader import Read
 from tq_fs.store import Store, open_store
 
-STEPS = 64
+_STEPS = 64  # of the Segment
+_TIMES = 4  # it is read in a run
+STEPS = _STEPS * _TIMES
 EMBEDDED, OWN_NODE = "embedded", "own node"
 TWO = ", two threads"  # for both: what a local disk has, and a cluster has not
 _STORE = "read"
@@ -25,7 +27,7 @@ _STORE = "read"
 
 @contextmanager
 def own_node_reads(nodes: Nodes) -> Iterator[dict[str, Variant]]:
-    """Give the variants of reading a Segment of :data:`STEPS` Steps, resolving included."""
+    """Give the variants of reading :data:`STEPS` Steps, resolving included."""
     payloads = make_payloads(SHAPE, 2)
     fields = declared(SHAPE)
     with store_on(nodes, _STORE, HERE) as cluster, ExitStack() as opened:
@@ -36,18 +38,18 @@ def own_node_reads(nodes: Nodes) -> Iterator[dict[str, Variant]]:
         }
         for store in stores.values():
             opened.enter_context(store)
-        out = Destination(SHAPE, STEPS)
+        out = Destination(SHAPE, _STEPS)
         refs = {name: _record(stores[name], payloads) for name in (EMBEDDED, OWN_NODE)}
         refs[OWN_NODE + TWO] = refs[OWN_NODE]
         found = {name: _Reading(store, refs[name], out) for name, store in stores.items()}
         for reading in found.values():
             reading.check(payloads)
-        yield {name: Variant(reading.read) for name, reading in found.items()}
+        yield {name: Variant(reading.run) for name, reading in found.items()}
 
 
 def _record(store: Store, payloads: Sequence[Payload]) -> str:
     session = store.session("bench")
-    record(session, payloads, STEPS, narrow=False)
+    record(session, payloads, _STEPS, narrow=False)
     return str(finalize(session).ref)
 
 
@@ -58,6 +60,11 @@ class _Reading:
         self._reader = store.reader
         self._ref = ref
         self._out = out
+
+    def run(self) -> None:
+        """Read so many times as a run has."""
+        for _ in range(_TIMES):
+            self.read()
 
     def read(self) -> None:
         """Read both fields whole."""
@@ -74,7 +81,7 @@ class _Reading:
         out.ids[...] = -7
         out.logprobs[...] = -7
         self.read()
-        chosen: list[Any] = [payloads[i % len(payloads)] for i in range(STEPS)]
+        chosen: list[Any] = [payloads[i % len(payloads)] for i in range(_STEPS)]
         ids = np.concatenate([p.ids for p in chosen])[1:]
         logprobs = np.concatenate([p.logprobs for p in chosen])
         if not (np.array_equal(out.ids, ids) and np.array_equal(out.logprobs, logprobs)):
