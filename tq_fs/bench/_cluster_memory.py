@@ -1,8 +1,8 @@
 """Memory of a unit while many Steps pass through it.
 
 The unit is the Ray actor. Writers are actors of both nodes, so that half of the Steps come over a
-socket and half over TLS. Each has three threads that record Steps of 64 MiB, which together exceed
-the unit's budget, and one with Steps of 0.66 MB; sessions are finalized and released, which deletes
+socket and half over TLS. Each has three threads that record Steps of 31 to 65 MiB, which together
+exceed the budget, and one with Steps of 0.66 MB; sessions are finalized and released, which deletes
 their Steps.
 """
 
@@ -20,14 +20,14 @@ import ray
 import tq_fs.cluster
 from tq_fs.bench._cluster_place import HERE, THERE, Nodes, store_on
 from tq_fs.bench._cluster_steps import SHAPE, finalize, record
-from tq_fs.bench._data import Payload, Shape, as_encoded, make_payloads
+from tq_fs.bench._data import Payload, as_encoded, make_payloads
 from tq_fs.bench._memory import ResidentMemory
 from tq_fs.cluster import StoreCluster
 from tq_fs.store import Store
 
 MiB = 1024**2
 BUDGET_BYTES = 512 * MiB
-LARGE = SHAPE._replace(tokens=64 * MiB // (SHAPE.layers * SHAPE.topk))
+LARGE_TOKENS = (100_000, 210_000)  # 31 to 65 MiB
 _WRITERS = 4
 _LARGE_THREADS = 3  # of a writer; another one records small Steps
 _SMALL_STEPS = 8  # of a session; one of large Steps has one
@@ -52,8 +52,8 @@ class UnitMemory(NamedTuple):
         Resident memory before the first Step.
     growth_bytes
         Most resident memory over that.
-    drift_bytes
-        By how much the second half rose.
+    rise_bytes
+        By how much the peak of the second half was above that of the first.
     """
 
     nbytes: int
@@ -62,7 +62,7 @@ class UnitMemory(NamedTuple):
     held_bytes: int
     before_bytes: int
     growth_bytes: int
-    drift_bytes: float
+    rise_bytes: int
 
     @property
     def over_budget_bytes(self) -> int:
@@ -98,7 +98,7 @@ def measure_memory(nodes: Nodes, nbytes: int) -> UnitMemory:
         held_bytes=held,
         before_bytes=memory.before,
         growth_bytes=memory.growth,
-        drift_bytes=memory.drift(),
+        rise_bytes=memory.rise(),
     )
 
 
@@ -118,8 +118,8 @@ class _Writer:
     def __init__(self) -> None:
         self._name = ray.get_runtime_context().get_actor_id()
         self._store: Store = tq_fs.cluster.attach(_STORE).store(as_encoded(SHAPE))
-        self._large = _repeated(LARGE)
-        self._small = _repeated(SHAPE)
+        self._large = _Step.of(LARGE_TOKENS[1])
+        self._small = _Step.of(SHAPE.tokens)
         self._lock = threading.Lock()
         self._left = 0
         self._passed = 0
@@ -132,19 +132,30 @@ class _Writer:
         """Record, and return how many bytes that were in the end."""
         self._left = nbytes
         with ThreadPoolExecutor(_LARGE_THREADS + 1) as pool:
-            pending = [
-                pool.submit(self._sessions_of, self._large, LARGE, 1) for _ in range(_LARGE_THREADS)
-            ]
-            pending.append(pool.submit(self._sessions_of, self._small, SHAPE, _SMALL_STEPS))
+            pending = [pool.submit(self._record_large, i) for i in range(_LARGE_THREADS)]
+            pending.append(pool.submit(self._record_small))
             for future in pending:
                 future.result()
         return self._passed
 
-    def _sessions_of(self, payloads: list[Payload], shape: Shape, steps: int) -> None:
-        while (name := self._next(shape.nbytes * steps)) is not None:
-            session = self._store.session(name)
-            record(session, payloads, steps, narrow=True)
-            self._store.release([finalize(session)])
+    def _record_large(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        while self._session(self._large.first(int(random.integers(*LARGE_TOKENS))), 1):
+            pass
+
+    def _record_small(self) -> None:
+        while self._session(self._small, _SMALL_STEPS):
+            pass
+
+    def _session(self, step: _Step, steps: int) -> bool:
+        """Record, finalize and release a session, unless enough has passed."""
+        name = self._next(step.nbytes * steps)
+        if name is None:
+            return False
+        session = self._store.session(name)
+        record(session, [step.payload], steps, narrow=True)
+        self._store.release([finalize(session)])
+        return True
 
     def _next(self, nbytes: int) -> str | None:
         """Take a share of what is left; return a name for its session, None at the end."""
@@ -161,8 +172,23 @@ class _Writer:
         self._store.close()
 
 
-def _repeated(shape: Shape) -> list[Payload]:
-    """Return a Step whose rows repeat those of a small one: drawing a large one takes long."""
-    (small,) = make_payloads(SHAPE, 1)
-    rows = np.arange(shape.tokens) % SHAPE.tokens
-    return [Payload(small.ids[:0], small.narrow[rows], small.logprobs[rows])]
+class _Step(NamedTuple):
+    """A Step that is recorded again and again."""
+
+    payload: Payload
+
+    @property
+    def nbytes(self) -> int:
+        """Its stored bytes."""
+        return self.payload.narrow.nbytes + self.payload.logprobs.nbytes
+
+    def first(self, tokens: int) -> _Step:
+        """Return its first tokens."""
+        return _Step(Payload(*(array[:tokens] for array in self.payload)))
+
+    @classmethod
+    def of(cls, tokens: int) -> _Step:
+        """Make one whose rows repeat those of a small one: drawing a large one takes long."""
+        (small,) = make_payloads(SHAPE, 1)
+        rows = np.arange(tokens) % SHAPE.tokens
+        return cls(Payload(small.ids[:0], small.narrow[rows], small.logprobs[rows]))

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
-from typing import NamedTuple
-
-import numpy as np
 
 from tq_fs.errors import DependencyMissing
 
 _INTERVAL_S = 0.01
-
-
-class _Sample(NamedTuple):
-    seconds: float
-    nbytes: int
 
 
 class ResidentMemory:
@@ -38,33 +29,32 @@ class ResidentMemory:
             ) from error
         self._gone = psutil.NoSuchProcess
         self._seen = psutil.Process(pid)
-        self._samples: list[_Sample] = []
+        self._samples: list[int] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="tq-fs-memory", daemon=True)
 
     @property
     def before(self) -> int:
         """Bytes at the start."""
-        return self._samples[0].nbytes
+        return self._samples[0]
 
     @property
     def growth(self) -> int:
         """Most bytes over those at the start."""
         if not self._samples:
             return 0
-        return max(sample.nbytes for sample in self._samples) - self.before
+        return max(self._samples) - self.before
 
-    def drift(self) -> float:
-        """Return by how many bytes the second half rose, by the line of least squares through it.
+    def rise(self) -> int:
+        """Return by how many bytes the peak of the second half is above that of the first.
 
-        Memory that follows what is under way goes up and down; what stays is in the line.
+        Peaks, because memory that follows what is under way goes up and down.
         """
-        half = self._samples[len(self._samples) // 2 :]
-        if len(half) < 2:
-            return 0.0
-        seconds, nbytes = np.array(half, float).T
-        slope = float(np.polyfit(seconds - seconds[0], nbytes, 1)[0])
-        return slope * float(seconds[-1] - seconds[0])
+        half = len(self._samples) // 2
+        if not half:
+            return 0
+        first, second = self._samples[:half], self._samples[half:]
+        return max(second) - max(first)
 
     def start(self) -> None:
         """Note what there is now, and go on sampling."""
@@ -78,7 +68,7 @@ class ResidentMemory:
             self._thread.join()
 
     def _note(self) -> None:
-        self._samples.append(_Sample(time.perf_counter(), self._seen.memory_info().rss))
+        self._samples.append(self._seen.memory_info().rss)
 
     def _sample(self) -> None:
         while not self._ended.wait(_INTERVAL_S):
