@@ -25,6 +25,7 @@ SHORTER = {
     "tq-fs bench step": "--tokens 64 --layers 4 --topk 2 --repeats 1 --root {tmp}",
     "tq-fs bench channel": "--repeats 1 --root {tmp}",
     "tq-fs bench controller": "--steps 30500 --root {tmp}",
+    "tq-fs bench cluster": "--repeats 1 --steps 30500 --bytes 100000000 --sessions 2 --root {tmp}",
     "tq-fs bench s3": "--server moto --objects 8 --repeats 1 --write-back-bytes 1000000",
 }
 BUCKET = "s3://my-bucket/"  # of the pages; a bucket of the test's own takes its place
@@ -76,6 +77,8 @@ def test_commands_in_the_documentation_run(
         line = command = command.replace(BUCKET, f"s3://{request.getfixturevalue('bucket')}/")
         url = re.findall(r"s3://\S+", command)[0]
         tq_fs.open_store(url, fields=[tq_fs.logprobs()], store_id="run-1").close()
+    if command.startswith("tq-fs bench cluster"):
+        pytest.importorskip("ray")
     for start, more in SHORTER.items():
         if command.startswith(start):
             line = f"{command} {more.format(tmp=tmp_path)}"

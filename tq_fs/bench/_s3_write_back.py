@@ -7,20 +7,19 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from tq_fs.bench._memory import ResidentMemory
 from tq_fs.bench._s3_place import Place
 from tq_fs.bench._s3_recorder import STEP, Task
-from tq_fs.errors import DependencyMissing, FatalError
+from tq_fs.errors import FatalError
 
 MiB = 1024 * 1024
 BUDGET_BYTES = 512 * MiB
 QUEUE_BYTES = 256 * MiB  # so small that waiting for uploads reaches the budget
-_INTERVAL_S = 0.01
 _LOG_LINES = 30
 
 
@@ -80,7 +79,10 @@ def measure_write_back(place: Place, nbytes: int, progress: Callable[[int], obje
     with tempfile.TemporaryDirectory(prefix="tq-fs-bench-") as folder:
         task = Task(f"{place.url}/write-back", f"{folder}/front", steps, BUDGET_BYTES, QUEUE_BYTES)
         log = Path(folder) / "log"
-        with _recorder(task, place.environment, log) as process, _Memory(process.pid) as memory:
+        with (
+            _recorder(task, place.environment, log) as process,
+            ResidentMemory(process.pid) as memory,
+        ):
             peak = _follow(process, memory, progress)
             if process.wait() or peak is None:
                 lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
@@ -89,7 +91,7 @@ def measure_write_back(place: Place, nbytes: int, progress: Callable[[int], obje
 
 
 def _follow(
-    process: subprocess.Popen[str], memory: _Memory, progress: Callable[[int], object]
+    process: subprocess.Popen[str], memory: ResidentMemory, progress: Callable[[int], object]
 ) -> int | None:
     """Read what the process says; return what it says at its end, None if it did not get there."""
     assert process.stdin is not None
@@ -126,45 +128,3 @@ def _recorder(
                 yield process
             finally:
                 process.kill()
-
-
-class _Memory:
-    """Samples the resident memory of a process from :meth:`start` until the context ends."""
-
-    def __init__(self, pid: int) -> None:
-        try:
-            import psutil  # noqa: PLC0415  # optional
-        except ImportError as error:
-            raise DependencyMissing(
-                "measuring memory needs psutil", remedy="pip install 'tq-fs[bench]'"
-            ) from error
-        self._gone = psutil.NoSuchProcess
-        self._seen = psutil.Process(pid)
-        self._before = self._peak = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="tq-fs-memory", daemon=True)
-
-    @property
-    def growth(self) -> int:
-        """Most bytes over those at the start."""
-        return self._peak - self._before
-
-    def start(self) -> None:
-        """Note what there is now, and go on sampling."""
-        self._before = self._peak = self._seen.memory_info().rss
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(_INTERVAL_S):
-            try:
-                self._peak = max(self._peak, self._seen.memory_info().rss)
-            except self._gone:
-                return
-
-    def __enter__(self) -> _Memory:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()

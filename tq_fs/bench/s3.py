@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -44,6 +44,7 @@ from tq_fs.bench._s3_load import Load
 from tq_fs.bench._s3_place import Place, ServerKind, measuring_bucket
 from tq_fs.bench._s3_ways import CONCURRENCY, HTTP, OURS, OURS_S3FS, S3FS, UNSIGNED
 from tq_fs.bench._s3_write_back import WriteBack, measure_write_back, steps_in
+from tq_fs.bench._targets import Target, at_least, at_most, targets_table
 
 __all__ = ["Measured", "S3Bench", "document", "figures", "measure", "show"]
 
@@ -95,31 +96,16 @@ class Measured:
     write_back: WriteBack | None
 
 
-class Target(NamedTuple):
-    """What a figure should be."""
-
-    bound: float
-    at_least: bool
-
-    def met(self, value: float) -> bool:
-        """Tell whether a figure is as it should be."""
-        return value >= self.bound if self.at_least else value <= self.bound
-
-    def __str__(self) -> str:
-        """Show the bound."""
-        return f"{'≥' if self.at_least else '≤'} {_number(self.bound)}"
-
-
 TARGETS: Mapping[str, Target] = {
-    "put.x_http_client": Target(0.9, True),
-    "get.x_http_client": Target(0.9, True),
-    "put.vs_s3fs": Target(1.4, True),
-    "get.vs_s3fs": Target(1.7, True),
-    "put.cpu_vs_s3fs": Target(0.25, False),
-    "get.cpu_vs_s3fs": Target(0.4, False),
-    "s3fs.put.vs_s3fs": Target(0.9, True),
-    "s3fs.get.vs_s3fs": Target(0.9, True),
-    "write_back.over_budget_bytes": Target(128 * MiB, False),
+    "put.x_http_client": at_least(0.9),
+    "get.x_http_client": at_least(0.9),
+    "put.vs_s3fs": at_least(1.4),
+    "get.vs_s3fs": at_least(1.7),
+    "put.cpu_vs_s3fs": at_most(0.25),
+    "get.cpu_vs_s3fs": at_most(0.4),
+    "s3fs.put.vs_s3fs": at_least(0.9),
+    "s3fs.get.vs_s3fs": at_least(0.9),
+    "write_back.over_budget_bytes": at_most(128 * MiB, in_bytes=True),
 }
 _DRIVERS = {"": OURS, "unsigned.": UNSIGNED, "s3fs.": OURS_S3FS}
 
@@ -193,7 +179,7 @@ def show(bench: S3Bench, measured: Measured, console: Console) -> None:
     for load, costs in measured.costs:
         for verb, cost in costs.items():
             console.print(_table(f"{verb.capitalize()} {load.title}", cost, load.group_bytes(verb)))
-    console.print(_targets(figures(measured)))
+    console.print(targets_table(TARGETS, figures(measured)))
 
 
 def _table(title: str, cost: Cost, nbytes: int) -> Table:
@@ -213,22 +199,6 @@ def _table(title: str, cost: Cost, nbytes: int) -> Table:
             f"{cost.cpu.ratio(way, S3FS):.2f}",
         )
     return table
-
-
-def _targets(found: Mapping[str, float]) -> Table:
-    table = Table(title="Targets", title_justify="left")
-    table.add_column("")
-    for head in ("measured", "target", ""):
-        table.add_column(head, justify="right")
-    for name, target in TARGETS.items():
-        if name in found:
-            mark = "met" if target.met(found[name]) else "missed"
-            table.add_row(name, _number(found[name]), str(target), mark)
-    return table
-
-
-def _number(value: float) -> str:
-    return f"{value / MiB:,.0f} MiB" if abs(value) >= MiB else f"{value:.2f}"
 
 
 def _measure_load(place: Place, load: Load, bench: S3Bench, console: Console) -> dict[str, Cost]:

@@ -95,6 +95,17 @@ example:
   tq-fs bench controller --steps 1000000 --json -
 """
 
+_CLUSTER = """\
+Measures a store on the nodes of a cluster, on two raylets of this machine, and says which targets
+are met: puts and reads through a unit against raw files and against TransferQueue's kv_put (where
+that is installed: extra bench-peers), reading on a unit's own node against the embedded store, the
+memory of a unit, a Controller that holds many Steps, and what passes through Ray's object store.
+
+example:
+  tq-fs bench cluster --json figures.json
+  tq-fs bench cluster --steps 50000 --bytes 1000000000 --repeats 5
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
@@ -127,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_s3(benches)
     _add_channel(benches)
     _add_controller(benches)
+    _add_cluster(benches)
     return parser
 
 
@@ -321,6 +333,39 @@ def _add_controller(commands: argparse._SubParsersAction[argparse.ArgumentParser
     parser.set_defaults(run=_controller)
 
 
+def _add_cluster(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "cluster",
+        help="a store on the nodes of a cluster",
+        description=_CLUSTER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--repeats", type=_positive, default=15, help="counted rounds (default: %(default)s)")
+    add(
+        "--steps",
+        type=_positive,
+        default=1_000_000,
+        help="Steps that the Controller holds (default: %(default)s)",
+    )
+    add(
+        "--bytes",
+        type=_positive,
+        default=10 * 1024**3,
+        metavar="N",
+        help="bytes of Steps that pass through a unit (default: %(default)s)",
+    )
+    add(
+        "--sessions",
+        type=_positive,
+        default=32,
+        help="sessions that are rolled out and trained on (default: %(default)s)",
+    )
+    add("--root", type=Path, help="measure in this folder instead of on a loop mount")
+    add("--json", metavar="FILE", help="write the figures as one JSON object; - is standard output")
+    parser.set_defaults(run=_cluster)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     if arguments.ray:
         return _demo_on_ray(arguments)
@@ -472,6 +517,24 @@ def _controller(arguments: argparse.Namespace) -> int:
     controller.show(bench, measured, console)
     if arguments.json:
         _write_json(controller.document(bench, measured), arguments.json)
+    return 0
+
+
+def _cluster(arguments: argparse.Namespace) -> int:
+    from tq_fs.bench import cluster  # noqa: PLC0415  # only this command needs it
+
+    console = Console(stderr=arguments.json == "-")
+    bench = cluster.ClusterBench(
+        repeats=arguments.repeats,
+        steps=arguments.steps,
+        nbytes=arguments.bytes,
+        sessions=arguments.sessions,
+        root=arguments.root,
+    )
+    measured = cluster.measure(bench, console)
+    cluster.show(bench, measured, console)
+    if arguments.json:
+        _write_json(cluster.document(bench, measured), arguments.json)
     return 0
 
 
