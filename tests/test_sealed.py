@@ -398,7 +398,8 @@ def test_no_number_is_used_twice_with_a_key_and_each_direction_has_its_own(
 
 def test_a_key_is_followed_by_another_one_that_does_not_tell_it() -> None:
     ours, theirs = Secret(bytes(32), b"user"), Secret(bytes(32), b"user")
-    ours._number = theirs._number = _cipher._KEY_FRAMES - 1
+    for secret in (ours, theirs):
+        secret._numbers = itertools.count(_cipher._KEY_FRAMES - 1)
     for expected in (bytes(32), ours._key, None):
         into = memoryview(bytearray(16 + 5))
         ours.seal(b"hello", b"5", into)
@@ -407,13 +408,13 @@ def test_a_key_is_followed_by_another_one_that_does_not_tell_it() -> None:
         assert bytes(got) == b"hello"
         assert expected is None or ours._key == theirs._key
     assert ours._key != bytes(32)
-    assert ours._number == _cipher._KEY_FRAMES + 2
+    assert next(ours._numbers) == _cipher._KEY_FRAMES + 2
 
 
 def test_numbers_do_not_begin_again() -> None:
     for verb in ("seal", "open"):
         secret = Secret(bytes(32), b"user")
-        secret._number = 2**64 - 1
+        secret._numbers = itertools.count(2**64 - 1)
         with suppress(Forged):
             getattr(secret, verb)(
                 bytes(17), b"", memoryview(bytearray(33 if verb == "seal" else 1))
@@ -427,7 +428,7 @@ def test_a_number_is_used_up_by_what_fails() -> None:
     secret = Secret(bytes(32), b"user")
     with pytest.raises(ValueError, match="buffer must be"):
         secret.seal(b"hello", b"", memoryview(bytearray(3)))
-    assert secret._number == 1
+    assert next(secret._numbers) == 1
 
 
 def test_a_key_stays_in_its_process_and_is_not_shown() -> None:
@@ -502,8 +503,14 @@ HEAD = b"tqfk\x01\x01"
 
 @pytest.mark.parametrize(
     "said",
-    [b"tqfk\x02\x01" + bytes(64), b"tqfk\x01\x02" + bytes(64), HEAD + bytes(63), HEAD + bytes(65)],
-    ids=["version", "algorithm", "short", "long"],
+    [
+        b"tqfk\x02\x01" + bytes(64),
+        b"tqfk\x01\x02" + bytes(64),
+        bytes(64),
+        HEAD + bytes(63),
+        HEAD + bytes(65),
+    ],
+    ids=["version", "algorithm", "no head", "short", "long"],
 )
 def test_keys_of_another_kind_are_refused(said: bytes) -> None:
     with half_agreed(lambda tls: tls.write(said)) as user:
@@ -692,6 +699,16 @@ def test_a_connection_that_broke_off_within_a_frame_says_nothing_more() -> None:
             unit.fill(memoryview(bytearray(9)))
 
 
+def test_a_wait_that_ends_within_a_frame_is_none_for_a_message() -> None:
+    with apart() as (_, unit, _, by_unit):
+        unit.set_timeout(0.1)
+        with pytest.raises(TimeoutError):
+            unit.begin(memoryview(bytearray(9)))
+        by_unit.sendall(b"\5\0")
+        with pytest.raises(ConnectionError, match="no more came of a frame"):
+            unit.begin(memoryview(bytearray(9)))
+
+
 def test_a_connection_that_was_closed_has_no_keys() -> None:
     with apart() as (user, unit, *_):
         for end in (user, unit):
@@ -724,6 +741,16 @@ def test_frames_hold_everything_in_order_and_not_too_much(sizes: list[int]) -> N
     assert b"".join(found) == data
     assert all(0 < len(frame) <= FRAME_BYTES for frame in found)
     assert len(found) <= sum(2 - (-size // FRAME_BYTES) for size in sizes)
+
+
+def test_reading_a_step_takes_a_few_frames(tmp_path: Path) -> None:
+    with relayed(tmp_path) as (_, relay, client):
+        client.put("a", bytes(655_360))
+        before = {way: len(frames) for way, frames in relay.seen.items()}
+        assert read(client, "a", 655_360) == bytes(655_360)
+        assert len(relay.seen[TO_UNIT]) - before[TO_UNIT] == 1
+        lengths = [len(frame) - 4 - 16 for frame in relay.seen[TO_USER][before[TO_USER] :]]
+        assert lengths == [16, FRAME_BYTES, 655_360 - FRAME_BYTES]
 
 
 def test_small_buffers_share_a_frame_and_large_ones_begin_one() -> None:

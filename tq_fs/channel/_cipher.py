@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import itertools
 import os
 import struct
 from typing import Any
@@ -38,14 +39,14 @@ class Secret:
     DependencyMissing
     """
 
-    __slots__ = ("_cipher", "_direction", "_invalid", "_key", "_number", "_owner")
+    __slots__ = ("_cipher", "_direction", "_invalid", "_key", "_numbers", "_owner")
 
     def __init__(self, key: bytes, direction: bytes) -> None:
         kind, self._invalid = load()
         self._cipher = kind(key)
         self._key = key
         self._direction = direction
-        self._number = 0
+        self._numbers = itertools.count()
         self._owner = os.getpid()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -79,10 +80,9 @@ class Secret:
 
     def _nonce(self) -> bytes:
         """Return the next number as a nonce; it is used up, whatever becomes of the frame."""
-        number = self._number
+        number = next(self._numbers)  # at once, so that even two threads had two
         if number >= _MOST_FRAMES or os.getpid() != self._owner:
             raise ConnectionAbortedError("no more frames with this key, or in this process")
-        self._number += 1
         if number and number % _KEY_FRAMES == 0:
             self._key = hmac.digest(self._key, _NEXT_KEY, "sha256")
             self._cipher = type(self._cipher)(self._key)
