@@ -30,7 +30,7 @@ from tq_fs.channel import ChannelBackend, ChannelServer, Identity, Limits
 from tq_fs.channel import _wire as wire
 from tq_fs.channel._buffers import Buffers, size_of
 from tq_fs.channel._endpoint import connect, listen, parse
-from tq_fs.channel._stream import TlsStream, tune
+from tq_fs.channel._stream import tune
 from tq_fs.errors import (
     BackpressureTimeout,
     InvalidConfig,
@@ -123,21 +123,6 @@ def test_who_does_not_shake_hands_is_let_go(tmp_path: Path) -> None:
         assert silent.recv(1) == b""
         assert server.counts["refused"] == 1
         ours.put("a", b"x")
-
-
-def test_tls_that_has_read_ahead_is_not_idle() -> None:
-    ends = socket.socketpair()
-    with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(TlsStream, ends[0], 5, IDENTITY.context(server=True), server=True)
-        ours = TlsStream(ends[1], 5, IDENTITY.context(server=False), server=False)
-    assert ours.is_idle()
-    theirs.result().send([memoryview(bytes(100_000))])
-    ours.fill(memoryview(bytearray(99_999)))
-    assert not ours.is_idle()
-    ours.fill(memoryview(bytearray(1)))
-    assert ours.is_idle()
-    theirs.result().close()
-    ours.close()
 
 
 def test_keys_are_not_shown() -> None:

@@ -1,4 +1,4 @@
-"""Who may speak to a unit beyond its own host, and that nobody else listens: mutual TLS.
+"""Who may speak to a unit beyond its own host: a certificate of the store, for mutual TLS.
 
 All units and clients of a store have the same certificate, made when the store's cluster starts,
 and trust it alone. Whoever has its key may read and write the store.
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tq_fs.errors import DependencyMissing, InvalidConfig
+from tq_fs.channel._cipher import load, missing
+from tq_fs.errors import InvalidConfig
 
 _YEARS = timedelta(days=3650)
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
@@ -45,11 +46,7 @@ class Identity:
             from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
             from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
         except ImportError as error:
-            raise DependencyMissing(
-                "cryptography is not installed",
-                subject="a channel over TLS",
-                remedy="pip install 'tq-fs[cluster]', or use encryption: none in a private network",
-            ) from error
+            raise missing("cryptography is not installed") from error
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"tq-fs {store_id}"[:64])])
         now = datetime.now(UTC)
@@ -106,14 +103,21 @@ class Identity:
             raise InvalidConfig(f"cannot be written: {error}", subject=str(path)) from error
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """Return the settings of a connection's end, which speaks to its like only."""
+        """Return the settings of a connection's end, which speaks to its like only.
+
+        Raises
+        ------
+        DependencyMissing
+            What seals the frames behind the handshake is not installed.
+        """
+        load()  # now, and not with the first connection
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # units are known by the certificate, wherever they are
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.certificate.decode())
         if server:
-            context.num_tickets = 0
+            context.num_tickets = 0  # nothing comes over TLS but what the handshake says
         fd = os.memfd_create("tq-fs")  # OpenSSL takes files only, and this one is on no disk
         try:
             os.write(fd, self.key + self.certificate)

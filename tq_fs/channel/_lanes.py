@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from tq_fs.channel import _wire as wire
 from tq_fs.channel._endpoint import connect
 from tq_fs.channel._identity import Identity
-from tq_fs.channel._stream import Stream, TlsStream
+from tq_fs.channel._sealed import SealedStream
+from tq_fs.channel._stream import Forged, Stream
 from tq_fs.errors import ProtocolMismatch, StorageDenied, StorageFailed, StorageUnreachable
 
 
@@ -162,6 +163,12 @@ def unreachable(error: OSError, subject: str) -> StorageUnreachable | StorageDen
             subject=subject,
             remedy="get the identity from the Controller of the same store",
         )
+    if isinstance(error, Forged):
+        return StorageUnreachable(
+            f"what came was changed on its way ({error})",
+            subject=subject,
+            remedy="look for what lies between this process and the unit, and meddles or is faulty",
+        )
     what = "no answer in time" if isinstance(error, TimeoutError) else "is gone, or not there"
     return StorageUnreachable(
         f"{what} ({error})",
@@ -264,7 +271,7 @@ class Lanes:
             try:
                 if self._tls is None or endpoint.startswith("unix:"):
                     return Stream(sock, self._timeout_s)
-                return TlsStream(sock, self._timeout_s, self._tls, server=False)
+                return SealedStream(sock, self._timeout_s, self._tls, server=False)
             except BaseException:
                 sock.close()
                 raise

@@ -24,8 +24,9 @@ from tq_fs.channel._buffers import Buffers
 from tq_fs.channel._endpoint import listen
 from tq_fs.channel._fence import Fence
 from tq_fs.channel._identity import Identity
+from tq_fs.channel._sealed import SealedStream
 from tq_fs.channel._service import LaneService, Service
-from tq_fs.channel._stream import Gone, Stream, TlsStream
+from tq_fs.channel._stream import Forged, Gone, Stream
 from tq_fs.channel._wire import Limits
 from tq_fs.errors import (
     BackpressureTimeout,
@@ -218,11 +219,11 @@ class ChannelServer:
             self._converse(stream)
         except Gone:
             pass
-        except OSError as error:
-            _log.info("unit %s lost a lane: %s", self._unit, error)
-        except ProtocolMismatch as error:
+        except (Forged, ProtocolMismatch) as error:
             self._count("malformed")
             _log.warning("unit %s closed a lane: %s", self._unit, error)
+        except OSError as error:
+            _log.info("unit %s lost a lane: %s", self._unit, error)
         finally:
             stream.close()
             with self._lock:
@@ -232,7 +233,7 @@ class ChannelServer:
     def _stream(self, sock: socket.socket, tls: ssl.SSLContext | None) -> Stream:
         if tls is None:
             return Stream(sock, self._limits.quiet_s)
-        return TlsStream(sock, self._limits.quiet_s, tls, server=True)
+        return SealedStream(sock, self._limits.quiet_s, tls, server=True)
 
     def _converse(self, stream: Stream) -> None:
         lane = self._service.lane()

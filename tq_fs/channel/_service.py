@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from tq_fs.backends import Backend, Buffer, LocalObject, ObjectReader, Stamping
 from tq_fs.budget import ByteBudget
 from tq_fs.channel import _wire as wire
+from tq_fs.channel._sealed import FRAME_BYTES
 from tq_fs.channel._stream import Stream
 from tq_fs.channel._wire import Limits
 from tq_fs.errors import InvalidKey, ProtocolMismatch
@@ -202,11 +203,13 @@ class LaneService:
             raise ProtocolMismatch(f"{nbytes} bytes from {offset}", subject=request.key)
         prefix = memoryview(wire.PREFIX.pack(wire.MAGIC, 0, nbytes))
         with self._service.open(request.key) as source:
-            if isinstance(source, LocalObject) and stream.plain:
-                source.check(offset, nbytes)
-                stream.send([prefix], more=True)
-                source.send(stream.fileno(), offset, nbytes)
-                return
+            if isinstance(source, LocalObject):
+                if stream.plain:
+                    source.check(offset, nbytes)
+                    stream.send([prefix], more=True)
+                    source.send(stream.fileno(), offset, nbytes)
+                    return
+                piece_bytes = min(piece_bytes, FRAME_BYTES)  # sealed while it is in the cache
             self._send_pieces(source, request, stream, prefix, piece_bytes)
 
     def _send_pieces(

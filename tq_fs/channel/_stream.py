@@ -1,23 +1,24 @@
-"""A connection that sends and fills whole buffers, plain or over TLS. Used by one thread."""
+"""A connection that sends and fills whole buffers. Used by one thread."""
 
 from __future__ import annotations
 
 import select
 import socket
-import ssl
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 _MOST_BUFFERS = 1024  # IOV_MAX on Linux
 _SOCKET_BYTES = 4 * 1024**2  # what is on its way in the kernel
-_RECORDS_BYTES = 128 * 1024  # encrypted at a time, and still in the cache when it is sent
 _TIMEVAL = struct.Struct("ll")
 
 
 class Gone(ConnectionError):
     """The other end has closed the connection."""
+
+
+class Forged(ConnectionError):
+    """What came is not what the other end sent, or not all of it and in this order."""
 
 
 class Stream:
@@ -115,87 +116,6 @@ class Stream:
         with suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-
-class TlsStream(Stream):
-    """A connection over TLS, from its handshake on.
-
-    Records pass through memory, many at a time: OpenSSL itself would call the kernel once or twice
-    for each 16 KiB.
-
-    Parameters
-    ----------
-    sock, timeout_s
-        See :class:`Stream`.
-    context, server
-        The settings of this end, and which one it is.
-
-    Raises
-    ------
-    ssl.SSLError, Gone, TimeoutError, ConnectionError
-        The handshake failed.
-    """
-
-    plain = False
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        timeout_s: float | None,
-        context: ssl.SSLContext,
-        *,
-        server: bool,
-    ) -> None:
-        super().__init__(sock, timeout_s)
-        self._coming, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._coming, self._going, server_side=server)
-        self._records = memoryview(bytearray(_RECORDS_BYTES))
-        self._shake_hands()
-
-    def send(self, buffers: Sequence[memoryview], *, more: bool = False) -> None:  # noqa: ARG002
-        """Send all of `buffers`; see :meth:`Stream.send`."""
-        for buffer in buffers:
-            for start in range(0, buffer.nbytes, _RECORDS_BYTES):
-                part = buffer[start : start + _RECORDS_BYTES]
-                while part:
-                    part = part[self._tls.write(part) :]
-                if self._going.pending >= _RECORDS_BYTES:
-                    self._flush()
-        self._flush()
-
-    def is_idle(self) -> bool:
-        """Tell whether the connection stands and nothing has come."""
-        return not self._coming.pending and not self._tls.pending() and super().is_idle()
-
-    def _receive(self, view: memoryview, flags: int) -> int:  # noqa: ARG002
-        into: Any = view  # any buffer will do, whatever the type says
-        while True:
-            try:
-                return int(self._tls.read(view.nbytes, into))
-            except ssl.SSLWantReadError:
-                self._feed()
-            except ssl.SSLZeroReturnError as error:
-                raise Gone("the other end closed the connection") from error
-
-    def _shake_hands(self) -> None:
-        while True:
-            try:
-                self._tls.do_handshake()
-            except ssl.SSLWantReadError:
-                pass
-            else:
-                return
-            finally:
-                self._flush()  # why it failed, too
-            self._feed()
-
-    def _feed(self) -> None:
-        got = super()._receive(self._records, 0)
-        self._coming.write(self._records[:got])
-
-    def _flush(self) -> None:
-        if self._going.pending:
-            super().send([memoryview(self._going.read())])
 
 
 def tune(sock: socket.socket) -> None:

@@ -38,7 +38,7 @@ class Limits:
     lanes
         Connections that are open at once.
     piece_bytes
-        Buffer of a lane that sends what is no local file, or over TLS.
+        Buffer of a lane that sends what is no local file; encrypted, one has three of half a MiB.
     quiet_s
         Seconds without a byte in the middle of a message after which a lane is given up.
     """
