@@ -23,7 +23,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import tq_fs.cluster
 from tests._clusters import readers_of, units_of
-from tests._rollouts import assert_batch, record, refs_of, short_rollout, specs, standard_fields
+from tests._rollouts import (
+    assert_batch,
+    record,
+    refs_of,
+    run_child,
+    short_rollout,
+    specs,
+    standard_fields,
+)
 from tests.test_docs import ROOT, commands
 from tq_fs import ClusterConfig, StoreConfig
 from tq_fs.cli import main
@@ -283,6 +291,34 @@ def test_the_commands_of_the_documentation_run(raylets: Raylets, tmp_path: Path)
         elif command[2] == "drain":
             command[4] = tq_fs.cluster.attach(command[3]).layout().units[0].name
         assert main(command[1:]) == 0, command
+
+
+_LOGGING = """
+import sys
+from pathlib import Path
+from tests.test_cluster_ray import config
+from tq_fs.cluster._actors import UnitActor
+from tq_fs.cluster._node_unit import NodeUnit
+
+settings = config(Path(sys.argv[1]), "logged", cluster={"log_format": "json"})
+UnitActor(sys.argv[1], settings, None)
+here = {"node": "n", "node_name": "n", "address": "127.0.0.1"}
+with NodeUnit(sys.argv[1], settings, None, **here) as unit:
+    import socket
+    host, port = unit.server.endpoints[1].removeprefix("tcp:").rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1" * 10)
+        stranger.recv(1)
+"""
+
+
+def test_units_write_their_log_lines_as_json_where_that_is_wanted(tmp_path: Path) -> None:
+    done = run_child(_LOGGING, tmp_path)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(next(x for x in done.stderr.splitlines() if "closed a lane" in x))
+    assert line["store"] == "logged"
+    assert line["unit"].startswith("n-")
+    assert line["level"] == "WARNING"
 
 
 def test_a_node_that_joins_gets_a_unit_and_one_that_is_lost_is_reported(

@@ -123,6 +123,9 @@ class ClusterConfig:
         the next that is free. 0 for any, None for none.
     ray_metrics
         Publish their metrics through Ray as well.
+    log_format
+        How the units and the Controller write their log lines: ``json``, ``text``, or empty for as
+        Ray has it.
     retention_s
         Seconds after which a session is deleted that nobody released and no live consumer awaits;
         None for never.
@@ -145,6 +148,7 @@ class ClusterConfig:
     sweep_s: float = 600.0
     metrics_port: int | None = None
     ray_metrics: bool = False
+    log_format: str = ""
     retention_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -162,6 +166,7 @@ class ClusterConfig:
         if self.metrics_port is not None:
             _check_whole("cluster.metrics_port", self.metrics_port, 0)
         _check_flag("cluster.ray_metrics", self.ray_metrics)
+        _check_choice("cluster.log_format", self.log_format, ("", "json", "text"))
         if self.retention_s is not None:
             _check_number("cluster.retention_s", self.retention_s)
         for path in (*self.paths, *(p for _, paths in self._by_node() for p in paths)):

@@ -28,6 +28,7 @@ from tq_fs.errors import (
     UnitLost,
     UnitsUnavailable,
 )
+from tq_fs.logs import configure_logs
 
 NAMESPACE = "tq-fs"
 _REPORT_S = 5.0
@@ -62,10 +63,18 @@ class Spot(NamedTuple):
         return f"{_unit_prefix(store_id)}{self.node_name}{self.folder}"
 
 
+def log_as(config: StoreConfig) -> None:
+    """Write this process's log lines as the settings say; it is an actor's own."""
+    chosen = cluster_of(config).log_format
+    if chosen:
+        configure_logs(chosen)
+
+
 class UnitActor:
     """A StorageUnit on its node. Opens its folder when it is first asked, and tries that again."""
 
     def __init__(self, folder: str, config: StoreConfig, identity: Identity | None) -> None:
+        log_as(config)
         self._made_of = (folder, config, identity)
         self._lock = threading.Lock()
         self._unit: NodeUnit | None = None
@@ -246,6 +255,7 @@ class ControllerActor:
     """A store's Controller. Begins by itself, also when Ray has started it anew."""
 
     def __init__(self, config: StoreConfig, identity: Identity | None) -> None:
+        log_as(config)
         self._config = config
         self._identity = identity
         self._fleet = RayFleet(config, identity)
