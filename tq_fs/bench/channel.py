@@ -9,7 +9,7 @@ between them is added. Everyone writes and reads the same bytes in every round. 
 * **unix**, **tcp** and **tls** are the same calls of a :class:`~tq_fs.channel.ChannelBackend`: one
   lane, one request at a time, and long reads asked for ahead as the SegmentReader does.
 
-tls is what units on other hosts speak by default.
+tls is what units on other hosts speak by default: its handshake, then sealed frames.
 """
 
 from __future__ import annotations

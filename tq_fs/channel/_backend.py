@@ -37,7 +37,7 @@ class ChannelBackend:
     unit
         The unit's name, in messages.
     identity
-        For an endpoint that speaks TLS.
+        For an endpoint that is encrypted.
     retry
         When to try again to reach it. None: not at all, a lost unit is reported at once.
     timeout_s

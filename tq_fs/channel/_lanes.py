@@ -185,7 +185,7 @@ class Lanes:
     endpoint
         Where the unit listens, or what tells it.
     identity
-        For a unit that speaks TLS.
+        For a unit that is encrypted.
     hello, subject, timeout_s
         See :class:`Lane`.
     """

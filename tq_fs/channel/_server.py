@@ -59,7 +59,7 @@ class ChannelServer:
         Endpoints for processes of this host, such as ``unix:/folder/socket``: whoever may enter the
         folder is served.
     remote
-        Endpoints for other hosts, such as ``tcp:10.0.0.7:0``, over TLS with `identity`; port 0
+        Endpoints for other hosts, such as ``tcp:10.0.0.7:0``, encrypted with `identity`; port 0
         takes a free one.
     identity
         The store's certificate. None: `remote` is not protected, for networks that are.
@@ -81,6 +81,8 @@ class ChannelServer:
     ------
     InvalidConfig
         An endpoint cannot be listened at.
+    DependencyMissing
+        What an identity needs is not installed.
     """
 
     def __init__(
