@@ -490,7 +490,7 @@ def test_a_stream_that_breaks_goes_on_the_ordinary_way(tmp_path: Path) -> None:
             source.ahead(0, len(want))
             source.readinto([memoryview(got)[:MiB]], 0)
             for stream in list(server._lanes.values()):
-                stream._socket.shutdown(socket.SHUT_RDWR)  # its thread is at it, and closes it
+                stream.end()  # its thread is at it, and closes it
             for start in range(MiB, len(want), MiB):
                 source.readinto([memoryview(got)[start : start + MiB]], start)
         assert got == want

@@ -165,7 +165,7 @@ class ChannelServer:
             lanes = dict(self._lanes)
             idle = [stream for thread, stream in lanes.items() if thread not in self._busy]
         for stream in idle:
-            stream.close()
+            stream.end()  # its thread closes it
         for thread in lanes:
             thread.join()
 

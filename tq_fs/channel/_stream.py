@@ -111,10 +111,17 @@ class Stream:
         """Tell whether the connection stands and nothing has come."""
         return not self._news.poll(0)
 
-    def close(self) -> None:
-        """Close the connection for every process that holds it; idempotent."""
+    def end(self) -> None:
+        """End the connection, also while another thread is at it, whose is the closing.
+
+        Its descriptor stays taken: that thread may be about to use the number.
+        """
         with suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection for every process that holds it; idempotent."""
+        self.end()
         self._socket.close()
 
 
