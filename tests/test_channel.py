@@ -607,6 +607,7 @@ def test_a_unit_that_hangs_is_reported_when_patience_ends(tmp_path: Path) -> Non
         client = ChannelBackend(endpoint, store_id="s", unit="u", timeout_s=0.5)
         client.put("a", b"x")
         child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)  # it takes a moment
         with pytest.raises(StorageUnreachable, match=r"no answer in time"):
             client.get("a")
         child.send_signal(signal.SIGCONT)
