@@ -643,6 +643,7 @@ def test_nobody_waits_for_ever_for_a_unit_that_hangs_as_it_settles(tmp_path: Pat
         client = ChannelBackend(endpoint, store_id="s", unit="u", timeout_s=0.6)
         client.settle("steps/a")
         child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         with pytest.raises(StorageUnreachable, match="no answer in time"):
             client.settle("steps/a")
         child.send_signal(signal.SIGCONT)
