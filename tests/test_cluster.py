@@ -6,6 +6,7 @@ import shutil
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from tests._rollouts import (
     standard_fields,
     tree,
     turning_rollout,
+    visible_steps,
 )
 from tq_fs import Store
 from tq_fs.channel import Identity
@@ -444,6 +446,30 @@ def test_without_any_unit_there_is_an_error_that_says_so(two: Cluster) -> None:
         two.controller.look()
         short_rollout(FIELDS, 0).record(session)
         session.finalize()
+
+
+def test_a_unit_on_the_port_of_another_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as made, made.store(SPECS) as store:
+        refs, want = on(made, "n1", store)
+        swapped = {made.unit(n).name: made.unit(n).report().remote for n in ("n0", "n1")}
+        names, ports = list(swapped), list(swapped.values())
+        wrong = dict(zip(names, reversed(ports), strict=True))
+        directory = units_of(store).directory
+        right = directory.layout()
+        units = tuple(replace(u, remote=wrong[u.name]) for u in right.units)
+        with made.store(SPECS) as led_astray:
+            lost_way = units_of(led_astray).directory
+            lost_way.tell(replace(right, units=units))
+            assert_batch(led_astray.hydrate(refs), want)  # is refused once, and asks anew
+            session = led_astray.session("s")
+            rollout = short_rollout(FIELDS, 0)
+            lost_way.tell(replace(right, units=units))
+            rollout.record(session)
+            found = session.finalize()
+        assert_batch(store.hydrate(found), [e.slime(SPECS) for e in rollout.expected("lineage")])
+        home = session._trajectory.incarnation.home
+        (node,) = [n for n in ("n0", "n1") if made.unit(n).name == home]
+        assert len(visible_steps(made.root / node)) >= 3
 
 
 def test_a_second_unit_on_a_folder_is_refused(two: Cluster) -> None:

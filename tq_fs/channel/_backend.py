@@ -44,6 +44,8 @@ class ChannelBackend:
         Seconds to wait for an answer; a write may wait for room besides.
     epoch, holder
         Of the Controller that writes through it; 0 for everybody else.
+    named
+        Insist on the unit of that name: another one of the store may have taken its port.
     """
 
     request_bytes = 1 * wire.MiB
@@ -59,8 +61,9 @@ class ChannelBackend:
         timeout_s: float = 30.0,
         epoch: int = 0,
         holder: str = "",
+        named: bool = False,
     ) -> None:
-        self._made_of = (endpoint, store_id, unit, identity, retry, timeout_s, epoch, holder)
+        self._made_of = (endpoint, store_id, unit, identity, retry, timeout_s, epoch, holder, named)
         self._subject = f"unit {unit}"
         self._timeout_s = timeout_s
         self._retry = retry
@@ -73,11 +76,11 @@ class ChannelBackend:
         return _again, self._made_of
 
     def _connect(self) -> Lanes:
-        endpoint, store_id, _, identity, _, timeout_s, epoch, holder = self._made_of
+        endpoint, store_id, unit, identity, _, timeout_s, epoch, holder, named = self._made_of
         lanes = Lanes(
             endpoint,
             identity,
-            hello=wire.Hello(wire.VERSION, store_id, epoch, holder),
+            hello=wire.Hello(wire.VERSION, store_id, epoch, holder, unit if named else ""),
             subject=self._subject,
             timeout_s=timeout_s,
         )
@@ -250,6 +253,7 @@ def _again(
     timeout_s: float,
     epoch: int,
     holder: str,
+    named: bool,
 ) -> ChannelBackend:
     return ChannelBackend(
         endpoint,
@@ -260,6 +264,7 @@ def _again(
         timeout_s=timeout_s,
         epoch=epoch,
         holder=holder,
+        named=named,
     )
 
 

@@ -33,6 +33,7 @@ from tq_fs.errors import (
     ProtocolMismatch,
     StepTooLarge,
     StorageFailed,
+    StorageUnreachable,
     TqFsError,
     WrongStore,
 )
@@ -291,6 +292,12 @@ class ChannelServer:
                 f"serves {self._store_id!r}, this client wants {hello.store_id!r}",
                 subject=f"unit {self._unit}",
                 remedy="check url and store_id",
+            )
+        elif hello.unit not in ("", self._unit):
+            error = StorageUnreachable(
+                f"is not there any more: unit {self._unit} is",
+                subject=f"unit {hello.unit}",
+                remedy="ask the Controller where it is",
             )
         elif len(self._lanes) > self._limits.lanes:
             error = StorageFailed(

@@ -65,6 +65,7 @@ class Hello(Request, frozen=True, array_like=True, tag=1):
     store_id: str
     epoch: int = 0
     holder: str = ""
+    unit: str = ""  # which one is wanted; empty for whichever answers
 
 
 class Publish(Request, frozen=True, array_like=True, tag=2):

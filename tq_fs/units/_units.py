@@ -129,6 +129,7 @@ class RemoteUnits:
                     timeout_s=access.timeout_s,
                     epoch=access.epoch,
                     holder=access.holder,
+                    named=True,
                 )
             return found
 
