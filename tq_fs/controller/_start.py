@@ -162,7 +162,18 @@ class Start:
             return entry, found or self._read(entry.path, entry.names) or self._read(entry.path)
 
         while some := list(itertools.islice(entries, _BATCH)):
-            yield from self._pool.map(read, some) if self._pool is not None else map(read, some)
+            known = [self._known(entry, pages) for entry in some]
+            rest = [entry for entry, found in zip(some, known, strict=True) if found is None]
+            others = self._pool.map(read, rest) if self._pool is not None else map(read, rest)
+            for entry, found in zip(some, known, strict=True):
+                yield next(others) if found is None else (entry, found)
+
+    def _known(self, entry: Entry, pages: Mapping[str, tuple[str, bytes]]) -> _Recalled | None:
+        """Return what a page says of a manifest, where nothing has to be read for that."""
+        if entry.released or entry.path not in pages:
+            return None
+        found = self._recall(entry, *pages[entry.path])
+        return found if isinstance(found, _Recalled) else None
 
     def _recall(self, entry: Entry, page: str, data: bytes) -> _Recalled | Exception | None:
         """Return what a page says of a manifest, if its file has the stamp that was noted."""
