@@ -683,7 +683,7 @@ def test_micro_batches_of_a_closed_store_say_so(tmp_path: Path, begun: bool) -> 
         batches.prefetch()
 
 
-def test_sizing_a_shard_keeps_no_more_manifests_than_the_cache(
+def test_sizing_a_shard_keeps_no_more_manifests_than_a_few_beside_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[int] = []
@@ -697,15 +697,15 @@ def test_sizing_a_shard_keeps_no_more_manifests_than_the_cache(
     fields = standard_fields(LAYERS, TOPK)
     with open_store(tmp_path, fields, manifest_cache_bytes=1) as store:
         segments = []
-        for i in range(20):
+        for i in range(60):
             session = store.session(f"s{i}")
             short_rollout(fields, i, turns=1).record(session)
             segments += session.finalize()
         gc.collect()
         before = sum(type(o) is StepEntry for o in gc.get_objects())
         store.micro_batches(segments, budget_bytes=10**6)
-        assert len(alive) >= 19
-        assert max(alive) <= before + 2
+        assert len(alive) >= 59
+        assert max(alive) <= before + 2 + 16
 
 
 def test_micro_batches_select_layers_and_tokens(shard: Any) -> None:

@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 TokensOf = Callable[[int, FieldSpec], Sequence[Range]]
 PREFIX = "rollout_"
-_RESOLVED = 256  # samples at a time: in a cluster each time is a call
+_RESOLVED = 16  # samples at a time: in a cluster each time is a call, and manifests may be large
 
 
 class Arena:
