@@ -39,7 +39,7 @@ class TestS3(BackendSuite):
 class Files(dict[str, Any]):
     """What fsspec keeps in memory, for several threads.
 
-    Its own is a plain dictionary: ``tuple(store.items())`` fails when a thread adds to it meanwhile.
+    Its own is a plain dictionary: ``tuple(store.items())`` fails when a thread adds something.
     """
 
     def items(self) -> Any:
