@@ -244,7 +244,7 @@ class StoreConfig:
         Empty Step folders to keep ready for writers, each with about five open descriptors (at
         most an eighth of the process's); 0 makes each when it is needed.
     reader_threads
-        Threads that read, the calling one included. None: 2 on a local disk, 4 from the units of a
+        Threads that read, the calling one included. None: 2 on a local disk and from units of a
         cluster, 16 in an object store.
     cache_bytes
         Bound of decoded chunks kept for Segments that share Steps.

@@ -39,7 +39,6 @@ from tq_fs.units import Access, Directory, HomeDocuments, Layout, RemoteUnits, U
 T = TypeVar("T")
 _LAYOUT_S = 1.0  # for the Controller to say where units are, where that is known roughly
 _LEAVE_S = 2.0  # for it to hear that this process ends
-_READERS = 4  # a unit answers sooner than an object store, and files of the own node at once
 _BEATS = 3  # signs of life in the time of a lease
 
 _log = logging.getLogger(__name__)
@@ -106,9 +105,7 @@ def open_attached(
     opened.callback(units.close)
     readers = UnitReaders(units, lambda root, files: open_unit_files(root, config, opened=files))
     opened.callback(readers.close)
-    threads = config.reader_threads or (
-        reader_threads(config, remote=True) if objects else _READERS
-    )
+    threads = reader_threads(config, remote=objects is not None)  # units answer like a disk
     pool = reader_pool(threads, opened)
     client = ControllerClient(
         calls,
