@@ -21,7 +21,6 @@ from tq_fs.cluster._settings import cluster_of
 from tq_fs.config import StoreConfig
 from tq_fs.errors import (
     FatalError,
-    RetryError,
     StorageUnreachable,
     StoreBusy,
     TqFsError,
@@ -266,9 +265,9 @@ class ControllerActor:
         threading.Thread(target=self._begin, args=(again,), daemon=True).start()
 
     def _begin(self, again: bool) -> None:
-        here = _node(ray.get_runtime_context().get_node_id())
         while not self._begun.is_set():
             try:
+                here = _node(ray.get_runtime_context().get_node_id())
                 self._await_units(again=again)
                 self._service = ClusterController(
                     self._config,
@@ -280,7 +279,7 @@ class ControllerActor:
                 )
             except Exception as error:  # told to whoever calls
                 _log.exception("the Controller of %r could not begin", self._config.store_id)
-                if again and isinstance(error, RetryError):
+                if again and not isinstance(error, FatalError):  # nobody else would try
                     time.sleep(_AGAIN_S)
                     continue
                 self._failed = error

@@ -30,6 +30,7 @@ class Rest:
         self._retry = retry
         self._clock = clock
         self._until = float("-inf")
+        self._said = StorageUnreachable("did not answer")
 
     def call(self, request: Callable[[], T], *, renew: Callable[[], None]) -> T:
         """Return what `request` returns, once it succeeds.
@@ -42,9 +43,15 @@ class Rest:
             As :meth:`tq_fs.backends.Retry.call`.
         """
         if self._clock() < self._until:
-            raise StorageUnreachable("did not answer a moment ago", subject="a unit")
+            said = self._said
+            raise StorageUnreachable(
+                f"{said.problem}; it is not asked again for {_REST_S:g} s",
+                subject=said.subject,
+                remedy=said.remedy,
+            )
         try:
             return self._retry.call(request, renew=renew)
-        except StorageUnreachable:
+        except StorageUnreachable as error:
+            self._said = error
             self._until = self._clock() + _REST_S
             raise
