@@ -26,7 +26,7 @@ import tq_fs
 from tq_fs import FieldSpec, Session, StepInput, StepRecord, plan
 from tq_fs.backends import LocalBackend
 from tq_fs.manifests import Mode, View
-from tq_fs.steps import _encode, _layout, _metadata
+from tq_fs.steps import _arrays, _layout, _metadata
 from tq_fs.trajectory import StepKind
 
 Array = npt.NDArray[Any]
@@ -391,7 +391,7 @@ def small_chunks(whole: int = 8, inner: int = 4, span: int = 256) -> Iterator[No
 
 def _set_chunks(whole: int, inner: int, span: int) -> None:
     _layout.WHOLE_ROWS, _layout.INNER_ROWS, plan.SPAN_BYTES = whole, inner, span
-    for value in [*vars(_layout).values(), *vars(_encode).values(), *vars(_metadata).values()]:
+    for value in [*vars(_layout).values(), *vars(_arrays).values(), *vars(_metadata).values()]:
         if hasattr(value, "cache_clear"):
             value.cache_clear()
 

@@ -1,14 +1,17 @@
 """One Step is one Zarr v3 group: layout, encoding, decoding and chunk ranges. Pure: no I/O."""
 
-from tq_fs.steps._codecs import check, decode, verify
-from tq_fs.steps._encode import (
+from tq_fs.steps._arrays import (
     GROUP,
-    EncodedStep,
+    Buffer,
     EncodeOptions,
-    FieldArray,
+    Form,
     Scratch,
-    encode_step,
+    array_form,
+    default_codec,
+    encode_array,
 )
+from tq_fs.steps._codecs import check, decode, verify
+from tq_fs.steps._encode import EncodedStep, FieldArray, encode_step
 from tq_fs.steps._entry import (
     MASK_SUFFIX,
     STEP_SCHEMA,
@@ -28,17 +31,22 @@ __all__ = [
     "STEP_SCHEMA",
     "ArrayEntry",
     "ArrayLayout",
+    "Buffer",
     "EncodeOptions",
     "EncodedStep",
     "FieldArray",
+    "Form",
     "Part",
     "Scratch",
     "StepAttributes",
     "StepEntry",
+    "array_form",
     "array_json",
     "check",
     "check_schema",
     "decode",
+    "default_codec",
+    "encode_array",
     "encode_step",
     "group_json",
     "layout_for",

@@ -58,6 +58,11 @@ def _codecs(layout: ArrayLayout) -> list[dict[str, Any]]:
     return [{"name": "sharding_indexed", "configuration": configuration}]
 
 
+def _fill(layout: ArrayLayout) -> Any:
+    zero = np.zeros((), layout.dtype)
+    return [0.0, 0.0] if zero.dtype.kind == "c" else zero.item()
+
+
 @functools.lru_cache(1024)
 def array_json(layout: ArrayLayout) -> bytes:
     """Return the ``zarr.json`` of an array."""
@@ -69,7 +74,7 @@ def array_json(layout: ArrayLayout) -> bytes:
         "data_type": layout.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": grid}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": np.zeros((), layout.dtype).item(),
+        "fill_value": _fill(layout),
         "codecs": _codecs(layout),
         "attributes": {},
     }
