@@ -57,7 +57,7 @@ class TransferQueueBench:
         What to compare.
     """
 
-    repeats: int = 4
+    repeats: int = 3
     puts: int = 200
     nbytes: int = 4 * GiB
     root: Path | None = None

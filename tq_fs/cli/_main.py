@@ -386,7 +386,7 @@ def _add_transfer_queue(commands: argparse._SubParsersAction[argparse.ArgumentPa
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--repeats", type=_positive, default=4, help="runs of each (default: %(default)s)")
+    add("--repeats", type=_positive, default=3, help="runs of each (default: %(default)s)")
     add(
         "--puts",
         type=_positive,
