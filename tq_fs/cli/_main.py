@@ -106,6 +106,17 @@ example:
   tq-fs bench cluster --steps 50000 --bytes 1000000000 --repeats 5
 """
 
+_TRANSFER_QUEUE = """\
+Measures TransferQueue with our backend against its own SimpleStorage, in memory and with its SSD
+offload, and says which targets are met: puts and gets of Steps of 0.66 MB, how long its event loop
+stalls meanwhile, and the memory of the processes that store while many Steps are held. Each runs
+alone, on a Ray of its own, in turn; medians of paired ratios. Needs the extra transfer-queue.
+
+example:
+  tq-fs bench transfer-queue --json figures.json
+  tq-fs bench transfer-queue --repeats 2 --gib 1 --root /nvme/bench
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
@@ -139,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_channel(benches)
     _add_controller(benches)
     _add_cluster(benches)
+    _add_transfer_queue(benches)
     return parser
 
 
@@ -366,6 +378,40 @@ def _add_cluster(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=_cluster)
 
 
+def _add_transfer_queue(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "transfer-queue",
+        help="TransferQueue with our backend and with its own",
+        description=_TRANSFER_QUEUE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--repeats", type=_positive, default=3, help="runs of each (default: %(default)s)")
+    add(
+        "--puts",
+        type=_positive,
+        default=200,
+        help="Steps put in a round; a run has five (default: %(default)s)",
+    )
+    add(
+        "--gib",
+        type=_above_zero,
+        default=4.0,
+        metavar="N",
+        help="GiB of Steps to hold while memory is measured (default: %(default)g)",
+    )
+    add(
+        "--variants",
+        nargs="+",
+        choices=("simple", "ssd", "tq_fs"),
+        default=("simple", "ssd", "tq_fs"),
+        help="what to compare (default: all)",
+    )
+    add("--root", type=Path, help="measure in this folder instead of on a loop mount")
+    add("--json", metavar="FILE", help="write the figures as one JSON object; - is standard output")
+    parser.set_defaults(run=_transfer_queue)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     if arguments.ray:
         return _demo_on_ray(arguments)
@@ -536,6 +582,31 @@ def _cluster(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _write_json(cluster.document(bench, measured), arguments.json)
     return 0
+
+
+def _transfer_queue(arguments: argparse.Namespace) -> int:
+    from tq_fs.bench import transfer_queue  # noqa: PLC0415  # only this command needs it
+
+    console = Console(stderr=arguments.json == "-")
+    bench = transfer_queue.TransferQueueBench(
+        repeats=arguments.repeats,
+        puts=arguments.puts,
+        nbytes=round(arguments.gib * 1024**3),
+        root=arguments.root,
+        variants=tuple(arguments.variants),
+    )
+    measured = transfer_queue.measure(bench, console)
+    transfer_queue.show(bench, measured, console)
+    if arguments.json:
+        _write_json(transfer_queue.document(bench, measured), arguments.json)
+    return 0
+
+
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 def _whole(text: str) -> int:
