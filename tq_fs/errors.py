@@ -167,6 +167,12 @@ class ValueOutOfRange(InputError):
     code = "value_out_of_range"
 
 
+class ValueUnsupported(InputError):
+    """A value has a type that could not come back as it was."""
+
+    code = "value_unsupported"
+
+
 class RowCountMismatch(InputError):
     """The number of rows is not the number the Step's tokens call for."""
 
@@ -297,6 +303,18 @@ class SegmentMissing(MissingError):
     """No finalized Segment has this reference: unknown, discarded or released."""
 
     code = "segment_missing"
+
+
+class ValueMissing(MissingError):
+    """A value was never put, or it was cleared."""
+
+    code = "value_missing"
+
+
+class CheckpointMissing(MissingError):
+    """The store does not keep what a checkpoint speaks of any more."""
+
+    code = "checkpoint_missing"
 
 
 class FieldMissing(MissingError):

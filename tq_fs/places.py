@@ -75,6 +75,7 @@ def open_places(
     read_only: bool,
     opened: ExitStack,
     create: bool = True,
+    alone: bool = True,
 ) -> Places:
     """Open where a store lies, and take it for writing unless `read_only`.
 
@@ -82,6 +83,8 @@ def open_places(
     ----------
     create
         Make it where there is none.
+    alone
+        Nobody else writes to its folder at this moment: what is half written there is left over.
 
     Raises
     ------
@@ -98,7 +101,7 @@ def open_places(
     if scheme == "file":
         if not create:
             _check_there(folder_of(url) / component(config.store_id))
-        return _open_folder(url, config, read_only=read_only, opened=opened)
+        return _open_folder(url, config, read_only=read_only, opened=opened, alone=alone)
     return _open_object_store(url, config, read_only=read_only, opened=opened, create=create)
 
 
@@ -170,6 +173,13 @@ def open_unit_files(root: str, config: StoreConfig, *, opened: ExitStack) -> Bac
     return _tiered(front, objects, config, tier, opened=opened)
 
 
+def open_shared_folder(root: Path, config: StoreConfig, *, opened: ExitStack) -> LocalBackend:
+    """Open a store's folder for writing beside the process that has it, which cleans up."""
+    backend = LocalBackend(root, durability=config.durability, ahead=config.prepared_groups)
+    opened.callback(backend.close)
+    return backend
+
+
 def open_objects(
     config: StoreConfig, *, opened: ExitStack, read_only: bool
 ) -> ObjectBackend | None:
@@ -198,10 +208,12 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _open_folder(url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack) -> Places:
+def _open_folder(
+    url: str, config: StoreConfig, *, read_only: bool, opened: ExitStack, alone: bool
+) -> Places:
     _check_no_remote(config)
     root = folder_of(url) / component(config.store_id)
-    backend = _open_local(root, config, read_only=read_only, opened=opened)
+    backend = _open_local(root, config, read_only=read_only, opened=opened, alone=alone)
     found = claim_folder(backend, config.store_id, read_only=read_only)
     return Places(
         steps=backend,
@@ -230,7 +242,7 @@ def _check_no_remote(config: StoreConfig) -> None:
 
 
 def _open_local(
-    root: Path, config: StoreConfig, *, read_only: bool, opened: ExitStack
+    root: Path, config: StoreConfig, *, read_only: bool, opened: ExitStack, alone: bool = True
 ) -> LocalBackend:
     if not read_only:
         opened.callback(unlock_folder, lock_folder(root))  # first, so that it is let go of last
@@ -241,7 +253,7 @@ def _open_local(
         read_only=read_only,
     )
     opened.callback(backend.close)
-    if not read_only:
+    if not read_only and alone:
         backend.sweep()  # first of all: it makes room where the disk is full
     return backend
 

@@ -194,9 +194,8 @@ def plan_reads(wants: Iterable[Want], layers: Range | None = None) -> list[Array
     """
     arrays: dict[tuple[str, str], _Gathered] = {}
     for want in wants:
-        base = want.segment.ref.incarnation.path
         for step, copy in _copies(want):
-            path = want.segment.steps[step].place(base)
+            path = want.segment.place(step)
             found = arrays.get((path, want.field))
             if found is None:
                 found = arrays[path, want.field] = _Gathered(want.segment, step, [])
@@ -234,23 +233,29 @@ def _array_read(
 ) -> ArrayRead:
     entry = segment.steps[step]
     array = entry.fields[field]
-    layout = array.layout
-    if not array.layered:
-        layers = None
-    spans = _WHOLE if layout.chunks == 1 else tuple(_spans(array, layout, copies, layers))
     return ArrayRead(
         segment.ref.incarnation,
         step,
         path,
         entry.unit,
-        field,
+        segment.array(step, field),
         array,
-        layout,
-        layers,
+        array.layout,
+        layers if array.layered else None,
         tuple(copies),
-        spans,
+        spans_of(array, copies, layers),
         step in segment.shared,
     )
+
+
+def spans_of(
+    array: ArrayEntry, copies: Sequence[Copy], layers: Range | None = None
+) -> tuple[Span, ...]:
+    """Return the chunks that hold what is wanted of an array."""
+    layout = array.layout
+    if layout.chunks == 1:
+        return _WHOLE
+    return tuple(_spans(array, layout, copies, layers if array.layered else None))
 
 
 _WHOLE = (Span(0, 1),)

@@ -184,16 +184,20 @@ class SegmentReader:
         StepMissing, ObjectShort, ChunkCorrupt
             The first failure; destinations are then undefined, and no longer written to.
         """
+        wants = [Want(r.segment, r.field, r.rows, i) for i, r in enumerate(reads)]
+        with self._failures:
+            plan = plan_reads(wants, layers)
+        self.carry_out(plan, [r.out for r in reads])
+
+    def carry_out(self, plan: Sequence[ArrayRead], outs: Sequence[Array]) -> None:
+        """Fill destinations as a plan says; see :meth:`fetch`."""
         begun = perf_counter()
         with self._failures:
-            self._fetch(reads, layers)
+            self._carry_out(plan, outs)
         if self._meter is not None:
             self._meter.took.observe(perf_counter() - begun)
 
-    def _fetch(self, reads: Sequence[Read], layers: Range | None) -> None:
-        wants = [Want(r.segment, r.field, r.rows, i) for i, r in enumerate(reads)]
-        outs = [r.out for r in reads]
-        plan = plan_reads(wants, layers)
+    def _carry_out(self, plan: Sequence[ArrayRead], outs: Sequence[Array]) -> None:
         tasks = deque((read, span) for read in plan for span in read.spans)
         helpers = min(self._threads, len(tasks)) - 1
         stop = threading.Event()

@@ -167,6 +167,30 @@ class ChannelBackend:
             return None
         return Coming(lanes, lane, offset)
 
+    # ------------------------------------------------------------ call
+
+    def call(self, name: str, body: bytes = b"", *, long: bool = False) -> bytes:
+        """Call something of the other end by name; sent again where the answer is lost.
+
+        Parameters
+        ----------
+        long
+            It may take long: whoever waits hears that it is being done.
+
+        Raises
+        ------
+        ProtocolMismatch
+            There is no such call.
+        """
+
+        def ask(lane: Lane) -> bytes:
+            lane.ask(wire.Call(name, long), _views([body]))
+            data = bytearray(lane.owed)
+            lane.fill(memoryview(data))
+            return bytes(data)
+
+        return self._call(ask)
+
     # ------------------------------------------------------------ list
 
     def list(self, prefix: str) -> Iterator[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import socket
 import stat
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from tq_fs.errors import InvalidConfig
 
@@ -127,3 +130,21 @@ def parse(endpoint: str) -> Unix | Tcp:
     raise InvalidConfig(
         "is no endpoint", subject=repr(endpoint), remedy="unix:/folder/socket or tcp:host:port"
     )
+
+
+def private_socket(name: str) -> Path:
+    """Return a short path for a socket, by the name of what listens, in a folder of the own user.
+
+    Raises
+    ------
+    InvalidConfig
+        Others may enter the folder.
+    """
+    folder = Path(tempfile.gettempdir()) / f"tq-fs-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise InvalidConfig(
+            "is not this user's alone", subject=str(folder), remedy="remove it, or set TMPDIR"
+        )
+    return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.sock"

@@ -6,6 +6,7 @@ memory, and the connection's own flow control holds them there.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -13,7 +14,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -70,6 +71,8 @@ class ChannelServer:
         How much at a time.
     fence
         Refuses what a Controller sends that was replaced; None where there is none.
+    calls
+        What clients can call besides, by name: bytes in, bytes out.
     clock
         Monotonic seconds.
 
@@ -98,13 +101,16 @@ class ChannelServer:
         roots: frozenset[str] | None = frozenset({"steps", "manifests"}),
         limits: Limits | None = None,
         fence: Fence | None = None,
+        calls: Mapping[str, Callable[[bytes], bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fence = fence
         self._store_id = store_id
         self._unit = unit
         self._limits = limits or Limits()
-        self._service = Service(backend, roots, self._limits, clock=clock, unit=unit)
+        self._service = Service(
+            backend, roots, self._limits, clock=clock, unit=unit, calls=calls or {}
+        )
         self._buffers = Buffers(self._limits.budget_bytes)
         self._tls = None if identity is None else identity.context(server=True)
         self._lock = threading.Lock()
@@ -252,7 +258,7 @@ class ChannelServer:
             self._count("requests")
             if isinstance(request, wire.Hello) != (hello is None):
                 raise ProtocolMismatch(f"{type(request).__name__} out of turn", subject="a lane")
-            if nbytes and not isinstance(request, wire.Publish | wire.Put):
+            if nbytes and not isinstance(request, wire.Publish | wire.Put | wire.Call):
                 raise ProtocolMismatch("bytes that nobody asked for", subject="a message")
             if isinstance(request, wire.Hello):
                 answer = self._welcome(request)
@@ -330,10 +336,13 @@ class ChannelServer:
                 self._count("sent_bytes", request.nbytes)
             elif isinstance(request, wire.Publish | wire.Put):
                 self._answer(stream, self._write(stream, hello, request, nbytes))
+            elif isinstance(request, wire.Call):
+                self._called(stream, request, nbytes)
             elif isinstance(request, wire.List | wire.Stamps | wire.More):
                 self._answer(stream, lane.listed(request))
             elif isinstance(request, wire.Settle | wire.Sync):
-                self._done(stream, self._do_at_length(stream, request))
+                work = functools.partial(self._service.do, request)
+                self._done(stream, self._do_at_length(stream, work))
             else:
                 writes = isinstance(request, wire.Delete)
                 with self._writing(hello) if writes else nullcontext():
@@ -352,13 +361,13 @@ class ChannelServer:
             )
             self._answer(stream, self._failed(unknown))
 
-    def _do_at_length(self, stream: Stream, request: wire.Settle | wire.Sync) -> Any:
+    def _do_at_length(self, stream: Stream, long_work: Callable[[], Any]) -> Any:
         """Do what may take long; say meanwhile that the unit is alive."""
         done: Future[Any] = Future()
 
         def work() -> None:
             try:
-                done.set_result(self._service.do(request))
+                done.set_result(long_work())
             except BaseException as error:
                 done.set_exception(error)
 
@@ -366,6 +375,22 @@ class ChannelServer:
         while not wait([done], _BUSY_S).done:
             self._answer(stream, wire.Busy())
         return done.result()
+
+    def _called(self, stream: Stream, request: wire.Call, nbytes: int) -> None:
+        budget = self._service.budget
+        try:
+            budget.acquire(nbytes)
+        except (BackpressureTimeout, StepTooLarge):
+            _drain(stream, nbytes)
+            raise
+        try:
+            body = bytearray(nbytes)
+            stream.fill(memoryview(body))
+            self._count("received_bytes", nbytes)
+            work = functools.partial(self._service.call, request.name, bytes(body))
+            self._done(stream, self._do_at_length(stream, work) if request.long else work())
+        finally:
+            budget.release(nbytes)
 
     def _writing(self, hello: wire.Hello) -> AbstractContextManager[None]:
         if self._fence is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from tq_fs.backends import Backend, Buffer, LocalObject, ObjectReader, Stamping
 from tq_fs.budget import ByteBudget
@@ -33,6 +33,8 @@ class Service:
         Monotonic seconds.
     unit
         The unit's name, in messages.
+    calls
+        What can be called besides, by name.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Service:
         *,
         clock: Callable[[], float],
         unit: str,
+        calls: Mapping[str, Callable[[bytes], bytes]],
     ) -> None:
         self._backend = backend
+        self._calls = calls
         self._roots = roots
         self.budget = ByteBudget(
             limits.budget_bytes,
@@ -88,6 +92,23 @@ class Service:
                 self._in_hand[target] -= 1
                 self._in_hand += Counter()  # forgets what is at 0
                 self._ended.notify_all()
+
+    def call(self, name: str, body: bytes) -> bytes:
+        """Call something by name.
+
+        Raises
+        ------
+        ProtocolMismatch
+            There is no such call.
+        """
+        found = self._calls.get(name)
+        if found is None:
+            raise ProtocolMismatch(
+                f"has no call {name!r}, only {sorted(self._calls)}",
+                subject="this endpoint",
+                remedy="run the same version of tq-fs everywhere",
+            )
+        return found(body)
 
     def delete(self, prefix: str) -> bool:
         """Delete, once the writes below that are in hand have ended."""

@@ -148,6 +148,13 @@ class Stamp(Request, frozen=True, array_like=True, tag=14):
     key: str
 
 
+class Call(Request, frozen=True, array_like=True, tag=15):
+    """Call something by name with the bytes behind the header; it may take `long`."""
+
+    name: str
+    long: bool = False
+
+
 AnyRequest: TypeAlias = (
     Hello
     | Publish
@@ -163,6 +170,7 @@ AnyRequest: TypeAlias = (
     | Sync
     | Stamps
     | Stamp
+    | Call
 )
 
 # ---------------------------------------------------------------- answers

@@ -90,21 +90,8 @@ def open_attached(
     metrics
         Counts what is read; None for nothing.
     """
-    settings = cluster_of(config)
-    objects = open_objects(config, opened=opened, read_only=True)
-    directory = Directory(calls.layout, node=node, clock=time.monotonic, patience_s=_LAYOUT_S)
-    access = Access(
-        store_id=config.store_id,
-        identity=identity,
-        retry_deadline_s=config.retry_deadline_s,
-        timeout_s=config.request_timeout_s,
-        full_deadline_s=settings.full_deadline_s,
-    )
-    options = encode_options(config, remote=objects is not None)
-    units = RemoteUnits(directory, access, options, objects=objects)
-    opened.callback(units.close)
-    readers = UnitReaders(units, lambda root, files: open_unit_files(root, config, opened=files))
-    opened.callback(readers.close)
+    units, readers = reach_units(calls, config, identity, node=node, opened=opened)
+    objects = units.objects
     threads = reader_threads(config, remote=objects is not None)  # units answer like a disk
     pool = reader_pool(threads, opened)
     client = ControllerClient(
@@ -132,6 +119,27 @@ def open_attached(
         recovery=Recovery(),
         passed=readers.passed,
     )
+
+
+def reach_units(
+    calls: Calls, config: StoreConfig, identity: Identity | None, *, node: str, opened: ExitStack
+) -> tuple[RemoteUnits, UnitReaders]:
+    """Return the ways to write to a cluster's units, and to read; see :func:`open_attached`."""
+    objects = open_objects(config, opened=opened, read_only=True)
+    directory = Directory(calls.layout, node=node, clock=time.monotonic, patience_s=_LAYOUT_S)
+    access = Access(
+        store_id=config.store_id,
+        identity=identity,
+        retry_deadline_s=config.retry_deadline_s,
+        timeout_s=config.request_timeout_s,
+        full_deadline_s=cluster_of(config).full_deadline_s,
+    )
+    options = encode_options(config, remote=objects is not None)
+    units = RemoteUnits(directory, access, options, objects=objects)
+    opened.callback(units.close)
+    readers = UnitReaders(units, lambda root, files: open_unit_files(root, config, opened=files))
+    opened.callback(readers.close)
+    return units, readers
 
 
 class ControllerClient:

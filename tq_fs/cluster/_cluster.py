@@ -17,7 +17,7 @@ from tq_fs.cache import ChunkCache
 from tq_fs.channel import Identity
 from tq_fs.cluster._actors import _CONTROLLER_THREADS as THREADS
 from tq_fs.cluster._actors import NAMESPACE, ControllerActor, as_ours, controller_name
-from tq_fs.cluster._client import Calls, open_attached
+from tq_fs.cluster._client import Calls, open_attached, reach_units
 from tq_fs.cluster._settings import cluster_of, settings_of
 from tq_fs.config import StoreConfig
 from tq_fs.embedded import Parts
@@ -26,7 +26,7 @@ from tq_fs.fields import FieldSpec, select
 from tq_fs.metrics import Metrics
 from tq_fs.recovery import Recovery
 from tq_fs.store import Store
-from tq_fs.units import Layout
+from tq_fs.units import Layout, RemoteUnits, UnitReaders
 
 _MARGIN_S = 30.0  # for Ray to start a process
 _CALL_S = 300.0
@@ -227,6 +227,16 @@ class StoreCluster:
         if not selected:
             return Store(config, fields, frozenset(), None, metrics=metrics)
         return Store(config, fields, selected, parts, remote=True, metrics=metrics)
+
+    def reach(self, opened: ExitStack) -> tuple[RemoteUnits, UnitReaders]:
+        """Return the ways to write to its units, and to read, for as long as the stack is open."""
+        node = ray.get_runtime_context().get_node_id()
+        return reach_units(self._calls, self.config, self._identity, node=node, opened=opened)
+
+    @property
+    def identity(self) -> Identity | None:
+        """Its certificate; None where what crosses nodes is not encrypted."""
+        return self._identity
 
     def layout(self) -> Layout:
         """Return its units, asked now."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from tq_fs.backends import TieredBackend
-from tq_fs.channel import ChannelServer, Fence, Identity, Limits
+from tq_fs.channel import ChannelServer, Fence, Identity, Limits, private_socket
 from tq_fs.cluster._exports import export
 from tq_fs.cluster._settings import cluster_of
 from tq_fs.config import StoreConfig
@@ -23,7 +20,7 @@ from tq_fs.metrics import Metrics, Sample
 from tq_fs.places import UnitPlace, open_unit_place
 from tq_fs.store_folder import write_claim
 
-ROOTS = frozenset({"steps", "manifests", "pages", "tombstones"})
+ROOTS = frozenset({"steps", "manifests", "pages", "tombstones", "values", "checkpoints"})
 _MOST_NAME = 24
 _PORTS = 64  # tried from the first one on
 
@@ -149,7 +146,7 @@ class NodeUnit:
                     self.place.steps,
                     store_id=config.store_id,
                     unit=self.name,
-                    local=[f"unix:{_socket(self.place.front.root)}"],
+                    local=[f"unix:{private_socket(str(self.place.front.root))}"],
                     remote=[f"tcp:{host}:{port}"],
                     identity=identity,
                     roots=ROOTS,
@@ -209,15 +206,3 @@ def _new_name(node_name: str) -> str:
     """Return a name that no other unit has, and that says where it was made."""
     plain = re.sub(r"[^a-z0-9]+", "-", node_name.lower()).strip("-")[:_MOST_NAME]
     return f"{plain or 'unit'}-{os.urandom(4).hex()}"
-
-
-def _socket(root: Path) -> Path:
-    """Return a short path for the socket of a folder, which only the own user may enter."""
-    folder = Path(tempfile.gettempdir()) / f"tq-fs-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise InvalidConfig(
-            "is not this user's alone", subject=str(folder), remedy="remove it, or set TMPDIR"
-        )
-    return folder / f"{hashlib.sha256(str(root).encode()).hexdigest()[:16]}.sock"

@@ -32,6 +32,14 @@ class Resolved:
     steps: dict[int, StepEntry]
     shared: frozenset[int]
 
+    def place(self, step: int) -> str:
+        """Return where a Step's group lies."""
+        return self.steps[step].place(self.ref.incarnation.path)
+
+    def array(self, step: int, field: str) -> str:  # noqa: ARG002
+        """Return the name of a field's array in a Step's group."""
+        return field
+
 
 @dataclass(frozen=True, slots=True)
 class DecodedManifest:

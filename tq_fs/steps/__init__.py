@@ -9,6 +9,7 @@ from tq_fs.steps._arrays import (
     array_form,
     default_codec,
     encode_array,
+    form_of_layout,
 )
 from tq_fs.steps._codecs import check, decode, verify
 from tq_fs.steps._encode import EncodedStep, FieldArray, encode_step
@@ -21,7 +22,7 @@ from tq_fs.steps._entry import (
     check_schema,
     read_attributes,
 )
-from tq_fs.steps._layout import CHECKSUM_BYTES, ArrayLayout, Part, layout_for
+from tq_fs.steps._layout import CHECKSUM_BYTES, ArrayLayout, Part, known_layout, layout_for
 from tq_fs.steps._metadata import array_json, group_json
 
 __all__ = [
@@ -48,7 +49,9 @@ __all__ = [
     "default_codec",
     "encode_array",
     "encode_step",
+    "form_of_layout",
     "group_json",
+    "known_layout",
     "layout_for",
     "read_attributes",
     "verify",

@@ -80,6 +80,8 @@ class Form:
 
     Attributes
     ----------
+    name
+        The array's name.
     layout
         The chunking.
     member, json_member
@@ -92,6 +94,7 @@ class Form:
         The shard index, likewise; empty without shard.
     """
 
+    name: str
     layout: ArrayLayout
     member: str
     json_member: str
@@ -137,7 +140,7 @@ def form_of_layout(name: str, layout: ArrayLayout, memory: str, layered: bool) -
         nbytes=layout.offsets(None)[-1] + len(index),
     )
     member = f"{name}/{layout.object_name}"
-    return Form(layout, member, f"{name}/{GROUP}", (array_json(layout),), entry, index)
+    return Form(name, layout, member, f"{name}/{GROUP}", (array_json(layout),), entry, index)
 
 
 def _shard_index(layout: ArrayLayout, sizes: Sequence[int] | None) -> bytes:

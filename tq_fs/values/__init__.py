@@ -1,0 +1,33 @@
+"""Values by name: what programs of a TransferQueue put, get and clear.
+
+From a value to its bytes: :mod:`tq_fs.values.codec`; to groups of Zarr arrays (``_group``), to the
+index that says what a name stands for now (``_index``), and back (``_fetch``).
+"""
+
+from tq_fs.values._calls import ValueCalls, ValueClient, serve
+from tq_fs.values._entry import Found, Place, StoredGroup, ValueEntry
+from tq_fs.values._fetch import Column, Joined
+from tq_fs.values._index import ValueIndex
+from tq_fs.values._keeper import Keeper
+from tq_fs.values._places import OnePlace, UnitPlaces, ValuePlaces
+from tq_fs.values._store import CHECKPOINT_FILE, Prepared, ValueStore
+
+__all__ = [
+    "CHECKPOINT_FILE",
+    "Column",
+    "Found",
+    "Joined",
+    "Keeper",
+    "OnePlace",
+    "Place",
+    "Prepared",
+    "StoredGroup",
+    "UnitPlaces",
+    "ValueCalls",
+    "ValueClient",
+    "ValueEntry",
+    "ValueIndex",
+    "ValuePlaces",
+    "ValueStore",
+    "serve",
+]

@@ -1,0 +1,323 @@
+"""The keeper: one process of a run that has the index, serves it, and cleans up after all others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tq_fs.backends import Backend
+from tq_fs.errors import CheckpointMissing, ManifestCorrupt, ObjectMissing, TqFsError, WrongStore
+from tq_fs.keys import component
+from tq_fs.steps import check_schema
+from tq_fs.values._entry import ROOT, Found, Place, StoredGroup
+from tq_fs.values._index import ValueIndex, check_copy
+from tq_fs.values._places import ValuePlaces
+from tq_fs.values._store import CHECKPOINT_FILE, group_path
+
+CHECKPOINTS = "checkpoints"
+PINS_SCHEMA = "tq-fs/pins/1"
+_log = logging.getLogger(__name__)
+
+
+class Pins(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept for a checkpoint: paths of groups by unit. Lies where those are."""
+
+    schema: str
+    store_id: str
+    checkpoint: str
+    groups: dict[str, list[str]]
+
+
+class Keeper:
+    """Has the index of a run; :class:`~tq_fs.values.ValueCalls`. Safe to call from many threads.
+
+    Parameters
+    ----------
+    index
+        The index; stays the caller's.
+    places
+        Where groups lie; stay the caller's.
+    store_id, run
+        The store and its run.
+    checkpoints
+        How many checkpoints keep what they speak of; what only older ones speak of is deleted.
+    sweep_s
+        Seconds between two sweeps; 0 for none.
+    check
+        Raises where another run has taken the store since.
+    """
+
+    def __init__(
+        self,
+        index: ValueIndex,
+        places: ValuePlaces,
+        store_id: str,
+        run: str,
+        *,
+        checkpoints: int,
+        sweep_s: float,
+        check: Callable[[], None],
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.index = index
+        self._places = places
+        self._store_id = store_id
+        self._run = run
+        self._most = checkpoints
+        self._check = check
+        self._now_ns = now_ns
+        self._strange: set[str] = set()  # groups that the last sweep did not know
+        self._saving = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._learn()
+        if sweep_s:
+            self._thread = threading.Thread(
+                target=self._tend, args=(sweep_s,), name="tq-fs-keeper", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the sweeps; idempotent."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ------------------------------------------------------------ calls
+
+    def put(self, partition: str, groups: Sequence[StoredGroup]) -> tuple[int, list[Place]]:
+        """Let names stand for new values."""
+        return self.index.put(partition, groups)
+
+    def find(
+        self, samples: Sequence[tuple[str, int]], fields: Sequence[str]
+    ) -> list[list[Found | None]]:
+        """Return what names stand for."""
+        return self.index.find(samples, fields)
+
+    def clear(self, samples: Sequence[tuple[str, int, int]]) -> list[Place]:
+        """Forget samples."""
+        return self.index.clear(samples)
+
+    def forget(self, places: Sequence[Place]) -> None:
+        """Hear that unneeded groups are deleted."""
+        self.index.forget(places)
+
+    def now(self) -> int:
+        """Return the last put's generation."""
+        return self.index.generation
+
+    def totals(self) -> dict[str, int]:
+        """Return how much there is."""
+        return self.index.totals()
+
+    def save(self, folder: str) -> str:
+        """Write a checkpoint into a folder; return its id.
+
+        From then on the values that are there now are kept, whatever is cleared, until
+        `checkpoints` later ones were saved.
+
+        Raises
+        ------
+        TqFsError
+            Something could not be written, or brought where the policy wants it; earlier
+            checkpoints are as they were.
+        """
+        with self._saving:
+            checkpoint = f"{self._now_ns():016x}-{os.urandom(4).hex()}"
+            self.index.note("checkpoint", checkpoint)
+            try:
+                self._pin(checkpoint)
+                self._copy(Path(folder) / CHECKPOINT_FILE)
+            except BaseException:
+                self._drop(checkpoint)
+                raise
+            for older in self.index.checkpoints()[: -self._most]:
+                self._drop(older)
+            return checkpoint
+
+    def _pin(self, checkpoint: str) -> None:
+        for home, groups in self._by_home(self.index.pin(checkpoint)).items():
+            for unit in groups:
+                self._places.backend(unit).settle(ROOT)
+                self._places.backend(unit).sync()
+            pins = Pins(
+                schema=PINS_SCHEMA, store_id=self._store_id, checkpoint=checkpoint, groups=groups
+            )
+            backend = self._places.backend(home)
+            backend.put(f"{CHECKPOINTS}/{checkpoint}", msgspec.json.encode(pins))
+            backend.sync()
+
+    def _by_home(self, groups: dict[str, list[str]]) -> dict[str, dict[str, list[str]]]:
+        homes: dict[str, dict[str, list[str]]] = {}
+        for unit, paths in groups.items():
+            homes.setdefault(self._places.home(unit), {})[unit] = paths
+        return homes
+
+    def _copy(self, path: Path) -> None:
+        """Write the index into a file that is whole; other nodes may see it by NFS."""
+        copy = self.index.path.with_name(f"copy-{os.urandom(4).hex()}")
+        try:
+            self.index.copy_to(copy)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(copy, path)
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+        finally:
+            copy.unlink(missing_ok=True)
+
+    def _drop(self, checkpoint: str) -> None:
+        """Let go of what a checkpoint keeps."""
+        try:
+            for home in self._by_home(self.index.pinned(checkpoint)):
+                self._places.backend(home).delete(f"{CHECKPOINTS}/{checkpoint}")
+        except TqFsError:
+            _log.warning("checkpoint %s is dropped later", checkpoint, exc_info=True)
+            return
+        self.index.unpin(checkpoint)
+        self.bury()
+
+    def load(self, folder: str) -> str:
+        """Become what a checkpoint in a folder says; return its id.
+
+        Raises
+        ------
+        ManifestCorrupt, FormatTooNew, WrongStore
+            It is none, a later version's, or of another store.
+        CheckpointMissing
+            The folder holds none, or the store does not keep what it speaks of any more.
+        """
+        path = Path(folder) / CHECKPOINT_FILE
+        if not path.is_file():
+            raise CheckpointMissing(
+                "is not there",
+                subject=str(path),
+                remedy="save checkpoints where the node of the keeper sees them too",
+            )
+        with self._saving:
+            copy = self.index.path.with_name(f"copy-{os.urandom(4).hex()}")
+            try:
+                shutil.copyfile(path, copy)
+                checkpoint = self._checked(copy, path)
+                self.index.replace(copy, checkpoint)
+            finally:
+                copy.unlink(missing_ok=True)
+        self.bury()
+        return checkpoint
+
+    def _checked(self, copy: Path, path: Path) -> str:
+        meta = check_copy(copy, path)
+        if meta.get("store_id") != self._store_id:
+            raise WrongStore(
+                f"is of store {meta.get('store_id')!r}, this is {self._store_id!r}",
+                subject=str(path),
+                remedy="run with the store_id and url of the run that saved it",
+            )
+        checkpoint = meta.get("checkpoint", "")
+        kept = self.index.checkpoints()
+        if checkpoint not in kept and int(meta["values"]):
+            raise CheckpointMissing(
+                f"the store keeps the values of its last {self._most} checkpoints only: {kept}",
+                subject=f"checkpoint {checkpoint} in {path}",
+                remedy="load a later one; raise `checkpoints` to keep more",
+            )
+        self._check_there(checkpoint)
+        return checkpoint
+
+    def _check_there(self, checkpoint: str) -> None:
+        """Refuse a checkpoint of which groups are gone."""
+        for unit, paths in self.index.pinned(checkpoint).items():
+            backend = self._places.backend(unit)
+            shards = {group_path(path).rpartition("/")[0] for path in paths}
+            there = {f"{s}/{name}" for s in shards for name in backend.list(s)}
+            gone = [path for path in paths if group_path(path) not in there]
+            if gone:
+                raise CheckpointMissing(
+                    f"{len(gone)} of its {len(paths)} groups are gone, such as {gone[0]}",
+                    subject=f"checkpoint {checkpoint}",
+                    remedy="load another checkpoint: files of the store were deleted",
+                )
+
+    # ------------------------------------------------------------ what is done by itself
+
+    def _learn(self) -> None:
+        """Take in what checkpoints of earlier runs keep."""
+        for home in {self._places.home(unit) for unit in self._places.units()}:
+            backend = self._places.backend(home)
+            for name in list(backend.list(CHECKPOINTS)):
+                pins = self._pins(backend, f"{CHECKPOINTS}/{name}")
+                for unit, paths in (pins.groups if pins is not None else {}).items():
+                    self.index.add_pins(name, unit, paths)
+
+    def _pins(self, backend: Backend, key: str) -> Pins | None:
+        try:
+            data = backend.get(key)
+        except ObjectMissing:
+            return None
+        try:
+            pins = msgspec.json.decode(data, type=Pins)
+        except msgspec.MsgspecError as error:
+            raise ManifestCorrupt(f"no list of groups: {error}", subject=key) from error
+        check_schema(pins.schema, PINS_SCHEMA, key)
+        return pins
+
+    def _tend(self, sweep_s: float) -> None:
+        while True:
+            try:
+                self.sweep()
+            except Exception:  # a thread's edge: the next round may do better
+                _log.exception("the sweep of values was broken off")
+            if self._ended.wait(sweep_s):
+                return
+
+    def sweep(self) -> int:
+        """Delete what nobody needs; return how many groups.
+
+        What the index does not know is of a put that failed, unless it is of one that is under
+        way: it is deleted by the second sweep that sees it. That of earlier runs goes at once,
+        unless a checkpoint keeps it.
+        """
+        self._check()
+        deleted = self.bury()
+        strange: set[str] = set()
+        for unit in self._places.units():
+            backend = self._places.backend(unit)
+            for path, is_own in self._groups(backend):
+                if is_own and path not in self._strange:
+                    strange.add(path)
+                    continue
+                backend.delete(path)
+                deleted += 1
+        self._strange = strange
+        return deleted
+
+    def _groups(self, backend: Backend) -> Iterator[tuple[str, bool]]:
+        """Yield the groups on a unit that the index does not know, and whether the run is this."""
+        own = component(self._run)
+        for run in list(backend.list(ROOT)):
+            for shard in list(backend.list(f"{ROOT}/{run}")):
+                prefix = f"{ROOT}/{run}/{shard}"
+                paths = [f"{prefix}/{name}" for name in backend.list(prefix)]
+                known = self.index.knows(paths)
+                yield from ((p, run == own) for p, is_known in zip(paths, known, strict=True)
+                            if not is_known)
+
+    def bury(self) -> int:
+        """Delete groups that the index needs no more; return how many."""
+        gone = []
+        for place in self.index.unneeded():
+            try:
+                self._places.backend(place.unit).delete(group_path(place.path))
+            except TqFsError:
+                _log.warning("%s is deleted later", place.path, exc_info=True)
+                continue
+            gone.append(place)
+        self.index.forget(gone)
+        return len(gone)
