@@ -167,6 +167,12 @@ class ValueOutOfRange(InputError):
     code = "value_out_of_range"
 
 
+class ValueUnsupported(InputError):
+    """A value, or a part of one, is of a type that is stored as a pickle only, or not at all."""
+
+    code = "value_unsupported"
+
+
 class RowCountMismatch(InputError):
     """The number of rows is not the number the Step's tokens call for."""
 
