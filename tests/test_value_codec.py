@@ -251,8 +251,11 @@ def test_values_may_be_as_deep_as_is_said_and_no_deeper() -> None:
             encode(deeper, allow_pickle=True)
     cycle: list[Any] = []
     cycle.append(cycle)
-    with pytest.raises(ValueUnsupported, match="deeper"):
-        encode(cycle)
+    round_about: dict[Any, Any] = {}
+    round_about["a"] = round_about
+    for endless in (cycle, round_about):
+        with pytest.raises(ValueUnsupported, match="deeper"):
+            encode(endless)
     key: Any = ()
     for _ in range(101):
         key = (key,)

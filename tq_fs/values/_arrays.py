@@ -134,7 +134,7 @@ def restore(form: ArrayForm, array: Array) -> Any:
 
 def _to_numpy(name: str, array: Array) -> Array:
     dtype = dtype_of(name)
-    if dtype.char == array.dtype.char and dtype == array.dtype:
+    if dtype == array.dtype:
         return array
     if dtype.kind in "mM" and dtype.isnative:
         return array.view(dtype)

@@ -68,11 +68,11 @@ def _check(number: int, form: ArrayForm, array: Array) -> None:
 
 
 class _Made:
-    """Keeps a finished list or dict apart from those that are still to be put together."""
+    """A list that is finished: a long one of numbers is not walked again."""
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: list[Any]) -> None:
         self.value = value
 
 
@@ -98,7 +98,7 @@ class _Decoder:
             self._composed = True
             return Mark(code)
         leaf = self._leaf(code, data)
-        if type(leaf) is list or type(leaf) is dict:
+        if type(leaf) is list:
             self._composed = True
             return _Made(leaf)
         return leaf

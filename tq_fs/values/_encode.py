@@ -86,7 +86,7 @@ def _node(builder: Builder, value: Any, depth: int) -> Any:
 
 
 def _int(_: Builder, value: int, __: int) -> Any:
-    if -(2**63) <= value < 2**63:
+    if -(2**63) <= value < 2**64:
         return value
     return Ext(int(Leaf.INT), value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 

@@ -34,7 +34,7 @@ class Leaf(enum.IntEnum):
 
     ARRAY = 1  # number of an array stored outside: 4 bytes
     INLINE = 2  # [form, bytes]
-    INT = 3  # beyond 64 bits: little-endian, signed
+    INT = 3  # beyond msgpack's 64 bits: little-endian, signed
     COMPLEX = 4  # two float64
     TEXT = 5  # with lone surrogates: UTF-8 with them passed
     BYTEARRAY = 6
