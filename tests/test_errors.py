@@ -33,6 +33,7 @@ CODES = {
     "InvalidKey": "invalid_key",
     "InvalidField": "invalid_field",
     "ValueOutOfRange": "value_out_of_range",
+    "ValueUnsupported": "value_unsupported",
     "RowCountMismatch": "row_count_mismatch",
     "WidthChanged": "width_changed",
     "EmptyStep": "empty_step",

@@ -24,7 +24,7 @@ LAYERS = (
     ("metrics", "logs"),
     ("keys", "fields", "budget", "cache", "memory", "storage_options", "placement"),
     ("config",),
-    ("model_config", "narrow"),
+    ("model_config", "narrow", "values"),
     ("steps",),
     ("backends",),
     ("manifests",),
@@ -48,10 +48,12 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 
 STORAGE = {"aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "obstore", "s3fs"}
 OPTIONAL = STORAGE | {
-    "torch", "ray", "transformers", "matplotlib", "psutil", "tensorstore", "pytest",
+    "torch", "tensordict", "ray", "transformers", "matplotlib", "psutil", "tensorstore", "pytest",
     "cryptography", "prometheus_client",
 }  # fmt: skip
 ONLY_JUDGES = {"zarr"}  # opens Steps for users and tests; the fast path does without
+TORCH = {"torch", "tensordict"}
+TENSORS = {"hydrate", "values"}  # give tensors to who asks for some
 LINKS = {"backends", "manifests"}  # at the root of the repository: tq_fs by another name
 
 
@@ -182,14 +184,15 @@ def test_nothing_imports_the_links_at_the_root() -> None:
 
 
 def test_optional_libraries_stay_at_the_edges() -> None:
-    """Some go deeper: torch in hydrate when tensors are asked for, else in annotations; what talks
-    to object stores in the backends, when one is made; and where metrics go, when they go there."""
+    """Some go deeper: torch in hydrate and values when tensors are asked for, else in annotations
+    (tensordict brings torch); what talks to object stores in the backends, when one is made; and
+    where metrics go, when they go there."""
     wrong = [
         str(found)
         for found in imports()
         if found.target.split(".")[0] in OPTIONAL | ONLY_JUDGES
         and unit(found.importer) not in EDGES
-        and not (unit(found.importer) == "hydrate" and found.target == "torch" and found.lazy)
+        and not (unit(found.importer) in TENSORS and found.target in TORCH and found.lazy)
         and not (found.target == "torch" and found.typing)
         and not (unit(found.importer) == "backends" and of_storage(found) and found.lazy)
         and not (unit(found.importer) == "channel" and of_tls(found) and found.lazy)

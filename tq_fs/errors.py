@@ -168,7 +168,7 @@ class ValueOutOfRange(InputError):
 
 
 class ValueUnsupported(InputError):
-    """A value has a type that could not come back as it was."""
+    """A value, or a part of one, is of a type that is stored as a pickle only, or not at all."""
 
     code = "value_unsupported"
 
