@@ -40,16 +40,17 @@ LAYERS = (
     ("tq_fs",),
     ("cluster",),
     ("rollout",),
+    ("integrations",),
     ("testing", "bench", "demo"),
     ("cli",),
 )
-EDGES = {"cluster", "rollout", "testing", "bench", "demo", "cli"}
+EDGES = {"cluster", "rollout", "integrations", "testing", "bench", "demo", "cli"}
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 
 STORAGE = {"aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "obstore", "s3fs"}
 OPTIONAL = STORAGE | {
     "torch", "ray", "transformers", "matplotlib", "psutil", "tensorstore", "pytest",
-    "cryptography", "prometheus_client",
+    "cryptography", "prometheus_client", "slime", "megatron",
 }  # fmt: skip
 ONLY_JUDGES = {"zarr"}  # opens Steps for users and tests; the fast path does without
 LINKS = {"backends", "manifests"}  # at the root of the repository: tq_fs by another name
