@@ -79,7 +79,7 @@ def args(tmp_path: Path) -> SimpleNamespace:
 
 
 def arguments(tmp_path: Path, yaml: str, **more: Any) -> SimpleNamespace:
-    config = tmp_path / "tq-fs.yaml"
+    config = tmp_path / f"tq-fs-{len(list(tmp_path.iterdir()))}.yaml"
     config.write_text(yaml)
     found = SimpleNamespace(
         tq_fs_config=str(config),
@@ -407,7 +407,7 @@ def test_what_fails_after_some_sessions_were_finalized_leaves_nothing(
 
 
 def test_a_configuration_that_names_no_store_is_refused(slime: Slime, tmp_path: Path) -> None:
-    with pytest.raises(errors.InvalidConfig, match=r"tq-fs\.yaml"):
+    with pytest.raises(errors.InvalidConfig, match=r"tq-fs-\d\.yaml"):
         convert_samples_to_train_data(arguments(tmp_path, "store_id: run-1\n"), rollout())
     args = arguments(tmp_path, f"url: file://{tmp_path}/store\n", num_experts=None)
     with pytest.raises(errors.InvalidConfig, match="num_experts"):
@@ -848,6 +848,13 @@ def test_an_embedded_store_is_left_to_its_writer(slime: Slime, args: SimpleNames
     assert alive(writer_of(args), data)
 
 
+@pytest.mark.s3
+def test_a_bucket_is_as_good_as_a_folder(slime: Slime, tmp_path: Path, bucket: str) -> None:
+    args = arguments(tmp_path, f"url: s3://{bucket}/rollouts\n")
+    data = convert_samples_to_train_data(args, rollout())
+    compare(slime, args, data, unstored_data(args), Slicing)
+
+
 # ---------------------------------------------------------------- in processes of its own
 
 PROBE = """
@@ -868,9 +875,10 @@ def test_a_store_is_opened_once_and_again_after_it_was_closed(
     slime: Slime, args: SimpleNamespace
 ) -> None:
     first = writer_of(args)
+    Path(args.tq_fs_config).write_text(f"url: file://{Path(args.tq_fs_config).parent}/other\n")
     assert writer_of(args) is first
     close_stores()
     second = writer_of(args)
     assert second is not first
     with pytest.raises(errors.StoreBusy):
-        open_store(f"file://{Path(args.tq_fs_config).parent}/store", fields=[tq_fs.logprobs()])
+        open_store(f"file://{Path(args.tq_fs_config).parent}/other", fields=[tq_fs.logprobs()])

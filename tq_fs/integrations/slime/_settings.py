@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +65,7 @@ class Settings:
         path = getattr(args, "tq_fs_config", None)
         if path is None:
             return None
-        config = StoreConfig.from_yaml(path)
+        config = read_once(str(path))
         declared = _declared(args)
         chosen = select(declared, config.transfer)
         if not chosen:
@@ -90,6 +91,12 @@ class Settings:
     def field(self, name: str) -> FieldSpec | None:
         """Return a stored field by its name; None where it stays in slime's column."""
         return next((spec for spec in self.fields if spec.name == name), None)
+
+
+@functools.lru_cache
+def read_once(path: str) -> StoreConfig:
+    """Return what a file says of the store: an edit of it does not reach a run that goes on."""
+    return StoreConfig.from_yaml(path)
 
 
 def _declared(args: Any) -> list[FieldSpec]:

@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Any
 
-from tq_fs.integrations.slime._settings import CONSUMER, Settings
+from tq_fs.integrations.slime._settings import CONSUMER, Settings, read_once
 from tq_fs.store import Store, open_store
 
 _lock = threading.Lock()
@@ -46,7 +46,8 @@ def _open(settings: Settings, *, writes: bool) -> Store:
 
 
 def close_stores() -> None:
-    """Close what this process has opened; the next use opens it again. Idempotent."""
+    """Close what this process has opened; the next use reads and opens it again. Idempotent."""
+    read_once.cache_clear()
     with _lock:
         opened = list(_stores.values())
         _stores.clear()
