@@ -24,7 +24,7 @@ LAYERS = (
     ("metrics", "logs"),
     ("keys", "fields", "budget", "cache", "memory", "storage_options", "placement"),
     ("config",),
-    ("model_config", "narrow", "values"),
+    ("model_config", "narrow"),
     ("steps",),
     ("backends",),
     ("manifests",),
@@ -35,21 +35,22 @@ LAYERS = (
     ("controller", "writer", "placing"),
     ("reader",),
     ("hydrate", "session", "embedded"),
-    ("micro_batches",),
+    ("micro_batches", "values"),
     ("store",),
     ("tq_fs",),
     ("cluster",),
-    ("rollout",),
+    ("rollout", "keeper"),
+    ("integrations",),
     ("testing", "bench", "demo"),
     ("cli",),
 )
-EDGES = {"cluster", "rollout", "testing", "bench", "demo", "cli"}
+EDGES = {"cluster", "rollout", "keeper", "integrations", "testing", "bench", "demo", "cli"}
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 
 STORAGE = {"aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "obstore", "s3fs"}
 OPTIONAL = STORAGE | {
     "torch", "tensordict", "ray", "transformers", "matplotlib", "psutil", "tensorstore", "pytest",
-    "cryptography", "prometheus_client",
+    "cryptography", "prometheus_client", "slime", "megatron", "transfer_queue", "omegaconf", "zmq",
 }  # fmt: skip
 ONLY_JUDGES = {"zarr"}  # opens Steps for users and tests; the fast path does without
 TORCH = {"torch", "tensordict"}

@@ -1,0 +1,1 @@
+"""Where tq-fs meets other programs; each is imported by its own name."""
