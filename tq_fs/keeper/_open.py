@@ -192,7 +192,7 @@ def open_values(connection: Connection, node: str, *, opened: ExitStack) -> Valu
     store = config.store
     client = ValueClient(_channel(connection, node, opened))
     remote = config.kind == "objects"
-    places = _places(connection, node, opened)
+    places = _places(connection, opened)
     threads = reader_threads(store, remote=remote)
     reader = SegmentReader(
         _no_references,
@@ -236,7 +236,7 @@ def _channel(connection: Connection, node: str, opened: ExitStack) -> ChannelBac
     return channel
 
 
-def _places(connection: Connection, node: str, opened: ExitStack) -> ValuePlaces:
+def _places(connection: Connection, opened: ExitStack) -> ValuePlaces:
     config = connection.config
     if config.kind == "cluster":
         return _unit_places(attach(config.store.store_id), opened)

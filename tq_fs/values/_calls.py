@@ -1,4 +1,4 @@
-"""What processes ask of the one that keeps the index of values, and how that goes over the channel."""
+"""What processes ask of the keeper of values, and how that goes over the channel."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class ValueCalls(Protocol):
     def put(self, partition: str, groups: Sequence[StoredGroup]) -> tuple[int, list[Place]]:
         """Let names stand for new values; return the generation and unneeded groups."""
 
-    def find(
-        self, samples: Sequence[Sample], fields: Sequence[str]
-    ) -> list[list[Found | None]]:
+    def find(self, samples: Sequence[Sample], fields: Sequence[str]) -> list[list[Found | None]]:
         """Return what names stand for; for each field, in the order of the samples."""
 
     def clear(self, samples: Sequence[tuple[str, int, int]]) -> list[Place]:
@@ -107,9 +105,7 @@ class ValueClient:
         """Let names stand for new values; return the generation and unneeded groups."""
         return self._call("put", _Put(partition, list(groups)), tuple[int, list[Place]])
 
-    def find(
-        self, samples: Sequence[Sample], fields: Sequence[str]
-    ) -> list[list[Found | None]]:
+    def find(self, samples: Sequence[Sample], fields: Sequence[str]) -> list[list[Found | None]]:
         """Return what names stand for; for each field, in the order of the samples."""
         asked = _Find(list(samples), list(fields))
         return self._call("find", asked, list[list[Found | None]])
@@ -120,7 +116,7 @@ class ValueClient:
 
     def forget(self, places: Iterable[Place]) -> None:
         """Hear that unneeded groups are deleted."""
-        self._call("forget", list(places), None)
+        self._call("forget", list(places), object)
 
     def now(self) -> int:
         """Return the last put's generation."""
@@ -138,7 +134,7 @@ class ValueClient:
         """Return how much there is."""
         return self._call("totals", None, dict[str, int])
 
-    def _call(self, name: str, asked: object, answer: Any) -> Any:
+    def _call(self, name: str, asked: object, answer: type[T]) -> T:
         data = self._channel.call(name, _encode(asked), long=name in _LONG)
         try:
             return msgspec.msgpack.decode(data, type=answer)

@@ -16,9 +16,9 @@ from tq_fs.keys import Incarnation
 from tq_fs.memory import align, mapped_empty
 from tq_fs.plan import ArrayRead, Copy, spans_of
 from tq_fs.reader import SegmentReader
-from tq_fs.values.codec import ArrayForm, decode, sole_array
 from tq_fs.values._entry import SMALL, Found, Place, ValueEntry
 from tq_fs.values._places import ValuePlaces
+from tq_fs.values.codec import ArrayForm, decode, sole_array
 
 Array = npt.NDArray[Any]
 _SMALL_OBJECT = f"{SMALL}/c.0"

@@ -30,8 +30,8 @@ from tq_fs.steps import (
     group_json,
     known_layout,
 )
-from tq_fs.values.codec import EncodedValue
 from tq_fs.values._entry import SMALL, VALUES_SCHEMA, GroupAttributes, NamedEntry, ValueEntry
+from tq_fs.values.codec import EncodedValue
 
 PACK_BYTES = 1024 * 1024
 _INLINE = 512  # bytes of a head that stay in its entry
@@ -47,7 +47,7 @@ _encode = msgspec.json.Encoder().encode
 class NamedValue(NamedTuple):
     """A value, encoded, with its sample's index and its field's name."""
 
-    index: int
+    sample: int
     field: str
     value: EncodedValue
 
@@ -61,7 +61,11 @@ class Group(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its objects."""
-        return sum(memoryview(b).nbytes for parts in self.members.values() for b in parts)
+        return sum(
+            part.nbytes if isinstance(part, np.ndarray) else len(part)
+            for parts in self.members.values()
+            for part in parts
+        )
 
 
 def cut(values: Sequence[NamedValue]) -> Iterator[list[NamedValue]]:
@@ -71,7 +75,7 @@ def cut(values: Sequence[NamedValue]) -> Iterator[list[NamedValue]]:
     """
     samples: dict[int, list[NamedValue]] = {}
     for value in values:
-        samples.setdefault(value.index, []).append(value)
+        samples.setdefault(value.sample, []).append(value)
     pack: list[NamedValue] = []
     nbytes = 0
     for sample in samples.values():
@@ -98,7 +102,7 @@ def encode_group(
 ) -> Group:
     """Lay out the values of one group; valid until `scratch` is reset or a value changes."""
     build = _Build(options, scratch)
-    entries = tuple(NamedEntry(v.index, v.field, build.add(v.value)) for v in values)
+    entries = tuple(NamedEntry(v.sample, v.field, build.add(v.value)) for v in values)
     build.close()
     attributes = GroupAttributes(
         schema=VALUES_SCHEMA, store_id=store_id, run=run, partition=partition, values=entries
@@ -132,9 +136,7 @@ class _Build:
             return ValueEntry(head=head, first=first, arrays=arrays)
         at = len(self._small)
         self._small += head
-        return ValueEntry(
-            at=at, nbytes=len(head), crc=crc32c(head), first=first, arrays=arrays
-        )
+        return ValueEntry(at=at, nbytes=len(head), crc=crc32c(head), first=first, arrays=arrays)
 
     def _array(self, array: Array) -> ArrayEntry:
         name = f"a{self._count}"

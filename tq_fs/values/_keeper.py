@@ -1,4 +1,4 @@
-"""The keeper: one process of a run that has the index, serves it, and cleans up after all others."""
+"""The keeper: one process of a run that has the index, and cleans up after all others."""
 
 from __future__ import annotations
 
@@ -306,8 +306,11 @@ class Keeper:
                 prefix = f"{ROOT}/{run}/{shard}"
                 paths = [f"{prefix}/{name}" for name in backend.list(prefix)]
                 known = self.index.knows(paths)
-                yield from ((p, run == own) for p, is_known in zip(paths, known, strict=True)
-                            if not is_known)
+                yield from (
+                    (p, run == own)
+                    for p, is_known in zip(paths, known, strict=True)
+                    if not is_known
+                )
 
     def bury(self) -> int:
         """Delete groups that the index needs no more; return how many."""

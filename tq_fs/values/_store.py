@@ -1,4 +1,4 @@
-"""ValueStore: values by name, into groups and back. What programs of a TransferQueue put and get."""
+"""ValueStore: values by name, into groups and back."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tq_fs.keys import component
 from tq_fs.reader import SegmentReader
 from tq_fs.steps import EncodeOptions, Scratch
 from tq_fs.values._calls import Sample, ValueCalls
-from tq_fs.values.codec import encode
-from tq_fs.values._entry import ROOT, Found, NamedEntry, Place, StoredGroup
+from tq_fs.values._entry import ROOT, Found, Place, StoredGroup
 from tq_fs.values._fetch import Column, fetch
 from tq_fs.values._group import Group, NamedValue, cut, encode_group
 from tq_fs.values._places import ValuePlaces
+from tq_fs.values.codec import encode
 
 CHECKPOINT_FILE = "tq_fs_values.sqlite"
 _DEEP = 4  # components of a group's path: root, run, shard, group; what is below is an attempt
@@ -367,7 +367,9 @@ class ValueStore:
         """Delete groups that nobody needs; what cannot be now is left to the sweep."""
         if not places:
             return
-        gone = [place for place, is_gone in zip(places, self._delete(places), strict=True) if is_gone]
+        gone = [
+            place for place, is_gone in zip(places, self._delete(places), strict=True) if is_gone
+        ]
         with suppress(RetryError):
             self.calls.forget(gone)
 

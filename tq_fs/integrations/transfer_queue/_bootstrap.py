@@ -37,7 +37,7 @@ class Reached:
         return f"<store {found.config.store.store_id!r}, run {found.run}>"
 
 
-@StorageBootstrapProvider.register_provider(NAME)
+@StorageBootstrapProvider.register_provider(NAME)  # type: ignore[untyped-decorator]
 def bring_up(conf: DictConfig) -> dict[str, Any]:
     """Start what keeps a run's values, and note how it is reached.
 

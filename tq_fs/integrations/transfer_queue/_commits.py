@@ -199,9 +199,7 @@ def _set(ended: Iterable[tuple[Waiter, BaseException | None]]) -> None:
             waiter.future.set_exception(error)
 
 
-def joined(
-    partition: str, puts: Sequence[Put], generation: int
-) -> list[tuple[Notice, list[Put]]]:
+def joined(partition: str, puts: Sequence[Put], generation: int) -> list[tuple[Notice, list[Put]]]:
     """Return what the controller is told of puts: neighbours of the same schema together.
 
     It takes the shape of fields from each notice as it comes, and a later one of another shape
@@ -211,7 +209,7 @@ def joined(
     kind: object = None
     for put in puts:
         known = dict.fromkeys(put.schema, generation)
-        notes = {index: known for index in put.indexes}
+        notes = dict.fromkeys(put.indexes, known)
         if found and _kind(put.schema) == kind:
             notice, some = found[-1]
             notice.indexes.extend(put.indexes)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 _THREADS = 4  # puts, gets and clears that are under way at a time
 
 
-class KeyGone(ValueMissing, StorageKeyNotFoundError):
+class KeyGone(ValueMissing, StorageKeyNotFoundError):  # type: ignore[misc]
     """A value was cleared, or never put; what programs of TransferQueue expect in that case."""
 
 
@@ -181,7 +181,7 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
     # ------------------------------------------------------------ life
 
     def close(self) -> None:
-        """Release all threads and descriptors, and end what this process has started; idempotent."""
+        """Release all that this process has, and end what it has started; idempotent."""
         opened = getattr(self, "_opened", None)
         if opened is None:
             return  # it never came to be

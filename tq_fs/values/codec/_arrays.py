@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from tq_fs.errors import DependencyMissing
-from tq_fs.values.codec._forms import STORED, Array, ArrayForm, Part, dtype_of, dtype_text, native_name
+from tq_fs.values.codec._forms import (
+    STORED,
+    Array,
+    ArrayForm,
+    Part,
+    dtype_of,
+    dtype_text,
+    native_name,
+)
 from tq_fs.values.codec._forms import plain_form as _plain
 
 # Torch's types that numpy lacks: the integers that carry their bits.
