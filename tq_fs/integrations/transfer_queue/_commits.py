@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from tq_fs.errors import RetryError, TqFsError
 from tq_fs.values import Prepared, ValueStore
 
 PATIENCE_S = 0.003
@@ -150,20 +149,12 @@ class Commits:
     def _commit(self, partition: str, puts: list[Put]) -> None:
         try:
             generation = self._values.commit(partition, [put.prepared for put in puts])
-        except BaseException as error:
-            self._failed(partition, puts, error)
+        except BaseException as error:  # the thread lives on; who waits is told
+            _wake([(put.waiter, error) for put in puts])
             return
         for notice, some in joined(partition, puts, generation):
             future = asyncio.run_coroutine_threadsafe(self._tell(notice), self._loop)
             future.add_done_callback(_ender(some))
-
-    def _failed(self, partition: str, puts: list[Put], error: BaseException) -> None:
-        """Let those that wait know; several that were refused together are tried one by one."""
-        if len(puts) == 1 or isinstance(error, RetryError) or not isinstance(error, TqFsError):
-            _wake([(put.waiter, error) for put in puts])
-            return
-        _log.warning("%d puts were refused together: %s", len(puts), error)
-        _wake([(put.waiter, error) for put in puts])
 
     async def _tell(self, notice: Notice) -> None:
         await self._send(notice)
