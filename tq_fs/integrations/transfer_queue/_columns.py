@@ -35,6 +35,15 @@ def columns_of(data: TensorDict, parser: Parser | None = None) -> dict[str, Sequ
     return {name: _values(column) for name, column in columns.items()}
 
 
+def nbytes_of(data: TensorDict) -> int:
+    """Return the bytes of the tensors, roughly: without looking at what is no tensor."""
+    return sum(
+        column.numel() * column.element_size()
+        for column in data.values()
+        if isinstance(column, torch.Tensor)
+    )
+
+
 def _parsed(columns: Mapping[str, Any], parser: Parser, samples: int) -> dict[str, Any]:
     plain = {n: c if _is_dense(c) else _values(c) for n, c in columns.items()}
     parser(plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,13 +19,14 @@ from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, ZMQServer
 
 from tq_fs.errors import InvalidField, ValueMissing
 from tq_fs.integrations.transfer_queue._bootstrap import NAME, connection_of, stop_own
-from tq_fs.integrations.transfer_queue._columns import Parser, batch_of, columns_of
-from tq_fs.integrations.transfer_queue._commits import Commits, Notice, Put, Waiter
+from tq_fs.integrations.transfer_queue._columns import Parser, batch_of, columns_of, nbytes_of
+from tq_fs.integrations.transfer_queue._puts import Notice, Put, Puts, Schema, Waiter
 from tq_fs.keeper import here, open_values
-from tq_fs.values import ValueStore
+from tq_fs.values import Prepared, ValueStore
 
 T = TypeVar("T")
-_THREADS = 4  # puts, gets and clears that are under way at a time
+_THREADS = 4  # gets and clears that are under way at a time
+_WRITERS = {"folder": 1, "cluster": 2, "objects": 8}
 
 
 class KeyGone(ValueMissing, StorageKeyNotFoundError):  # type: ignore[misc]
@@ -67,8 +69,9 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
             self.values: ValueStore = open_values(connection, here().node, opened=opened)
             self._threads = opened.enter_context(ThreadPoolExecutor(_THREADS, "tq-fs-transfer"))
             super().__init__(controller_info, config, zmq_context=zmq_context)
-            self._commits = Commits(self.values, self._notify_loop, self._notify)
-            opened.callback(self._commits.close)
+            threads = _WRITERS[connection.config.kind]
+            self._puts = Puts(self.values, self._notify_loop, self._notify, threads=threads)
+            opened.callback(self._puts.close)
             self._opened = opened.pop_all()
 
     # ------------------------------------------------------------ data
@@ -88,38 +91,26 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
         if not metadata.size:
             return
         waiter = Waiter()
-        self._commits.begin()
-        self._threads.submit(self._put, data, metadata, data_parser, waiter)
+        write = functools.partial(self._write, data, metadata, data_parser)
+        self._puts.ask(Put(write, metadata.global_indexes, nbytes_of(data), waiter))
         await waiter.future
 
-    def _put(
-        self, data: TensorDict, metadata: BatchMeta, parser: Parser | None, waiter: Waiter
-    ) -> None:
-        try:
-            put = self._write(data, metadata, parser, waiter)
-        except BaseException as error:
-            self._commits.give_up()
-            waiter.end(error)
-        else:
-            self._commits.finish(put)
-
     def _write(
-        self, data: TensorDict, metadata: BatchMeta, parser: Parser | None, waiter: Waiter
-    ) -> Put:
+        self, data: TensorDict, metadata: BatchMeta, parser: Parser | None
+    ) -> tuple[Prepared, Schema]:
         indexes = metadata.global_indexes
         if data.batch_size[0] != len(indexes):
             raise InvalidField(
                 f"has {data.batch_size[0]} samples, its meta data {len(indexes)}", subject="data"
             )
-        partition = metadata.partition_ids[0]
         schema = extract_field_schema(data)
         for meta in schema.values():
             if meta.get("per_sample_shapes") is not None:
                 meta["per_sample_shapes"] = dict(
                     zip(indexes, meta["per_sample_shapes"], strict=True)
                 )
-        prepared = self.values.prepare(partition, indexes, columns_of(data, parser))
-        return Put(prepared, list(indexes), schema, waiter)
+        columns = columns_of(data, parser)
+        return self.values.prepare(metadata.partition_ids[0], indexes, columns), schema
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Return fields of samples, in their order.
@@ -185,7 +176,7 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
         opened = getattr(self, "_opened", None)
         if opened is None:
             return  # it never came to be
-        self._commits.close()
+        self._puts.close()
         super().close()
         opened.close()
         stop_own(self._run)
