@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tq_fs.cluster import StoreCluster, start
-from tq_fs.errors import FatalError, TqFsError, UnitsUnavailable
+from tq_fs.errors import FatalError, StoreBusy, TqFsError, UnitsUnavailable
 from tq_fs.keeper._open import Spot, open_keeper
 from tq_fs.keeper._settings import Connection, ValueConfig
 
@@ -126,8 +126,18 @@ class RunningKeeper:
 
 
 def _start_actor(config: ValueConfig, run: str) -> Any:
+    """Start a keeper.
+
+    Raises
+    ------
+    StoreBusy
+        The cluster's store has one: of a run that has not ended. (Folders are locked, and in an
+        object store the later one wins.)
+    """
+    store_id = config.store.store_id
+    is_cluster = config.kind == "cluster"
     actor = ray.remote(KeeperActor).options(
-        name=f"keeper/{config.store.store_id}/{run}",
+        name=f"keeper/{store_id}" if is_cluster else f"keeper/{store_id}/{run}",
         namespace=NAMESPACE,
         num_cpus=0,
         max_restarts=-1,
@@ -135,4 +145,11 @@ def _start_actor(config: ValueConfig, run: str) -> Any:
         max_concurrency=_THREADS,
         scheduling_strategy=NodeAffinitySchedulingStrategy(here().node, soft=False),
     )
-    return actor.remote(config, run)
+    try:
+        return actor.remote(config, run)
+    except ValueError as error:
+        raise StoreBusy(
+            f"another run keeps its values there: {error}",
+            subject=f"store {store_id!r}",
+            remedy="close that run, or use another store_id",
+        ) from error

@@ -21,12 +21,13 @@ from tq_fs.errors import InvalidField, ValueMissing
 from tq_fs.integrations.transfer_queue._bootstrap import NAME, connection_of, stop_own
 from tq_fs.integrations.transfer_queue._columns import Parser, batch_of, columns_of, nbytes_of
 from tq_fs.integrations.transfer_queue._puts import Notice, Put, Puts, Schema, Waiter
-from tq_fs.keeper import here, open_values
+from tq_fs.keeper import ValueConfig, here, open_values
 from tq_fs.values import Prepared, ValueStore
 
 T = TypeVar("T")
 _THREADS = 4  # gets and clears that are under way at a time
-_WRITERS = {"folder": 1, "cluster": 2, "objects": 8}
+_WRITERS = {"folder": 1, "cluster": 2, "objects": 8}  # one keeps up with a disk
+_SYNCING = 8  # where a put waits for the device, others wait with it
 
 
 class KeyGone(ValueMissing, StorageKeyNotFoundError):  # type: ignore[misc]
@@ -69,7 +70,7 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
             self.values: ValueStore = open_values(connection, here().node, opened=opened)
             self._threads = opened.enter_context(ThreadPoolExecutor(_THREADS, "tq-fs-transfer"))
             super().__init__(controller_info, config, zmq_context=zmq_context)
-            threads = _WRITERS[connection.config.kind]
+            threads = _writers(connection.config)
             self._puts = Puts(self.values, self._notify_loop, self._notify, threads=threads)
             opened.callback(self._puts.close)
             self._opened = opened.pop_all()
@@ -197,3 +198,8 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
             },
         )
         await self._notify_and_wait(message.serialize())
+
+
+def _writers(config: ValueConfig) -> int:
+    """Return how many threads write small puts."""
+    return _WRITERS[config.kind] if config.store.durability == "none" else _SYNCING
