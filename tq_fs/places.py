@@ -173,13 +173,6 @@ def open_unit_files(root: str, config: StoreConfig, *, opened: ExitStack) -> Bac
     return _tiered(front, objects, config, tier, opened=opened)
 
 
-def open_shared_folder(root: Path, config: StoreConfig, *, opened: ExitStack) -> LocalBackend:
-    """Open a store's folder for writing beside the process that has it, which cleans up."""
-    backend = LocalBackend(root, durability=config.durability, ahead=config.prepared_groups)
-    opened.callback(backend.close)
-    return backend
-
-
 def open_objects(
     config: StoreConfig, *, opened: ExitStack, read_only: bool
 ) -> ObjectBackend | None:

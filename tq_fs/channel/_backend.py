@@ -93,19 +93,38 @@ class ChannelBackend:
         self, prefix: str, members: Mapping[str, Sequence[Buffer]], *, fresh: bool = False
     ) -> str:
         """Send a group to the unit, which publishes it; see the protocol."""
+        place, _ = self.publish_noted(prefix, members, b"", fresh=fresh)
+        return place
+
+    def publish_noted(
+        self,
+        prefix: str,
+        members: Mapping[str, Sequence[Buffer]],
+        note: bytes,
+        *,
+        fresh: bool = False,
+    ) -> tuple[str, bytes]:
+        """Send a group with a note for who is told of it.
+
+        Returns
+        -------
+        str, bytes
+            The group's place, and what the noted one answers. Both come only once all is done, and
+            may have been done twice.
+        """
         views = {name: _views(buffers) for name, buffers in members.items()}
         sizes = [(name, sum(view.nbytes for view in parts)) for name, parts in views.items()]
         body = [view for parts in views.values() for view in parts]
         tries = 0
 
-        def send(lane: Lane) -> str:
+        def send(lane: Lane) -> tuple[str, bytes]:
             nonlocal tries
             tries += 1  # what was sent once may be there, though nobody said so
-            request = wire.Publish(prefix, sizes, fresh and tries == 1)
-            place = self._write(lane, request, body)
-            if not isinstance(place, str):
+            request = wire.Publish(prefix, sizes, fresh and tries == 1, note)
+            done = self._write(lane, request, body)
+            if not isinstance(done.value, str):
                 raise StorageFailed("names no place", subject=self._name(prefix))
-            return place
+            return done.value, done.answer
 
         return self._call(send)
 
@@ -113,11 +132,11 @@ class ChannelBackend:
         """Write one small object whole; see the protocol."""
         self._call(lambda lane: self._write(lane, wire.Put(key, urgent), _views([data])))
 
-    def _write(self, lane: Lane, request: wire.AnyRequest, body: Sequence[memoryview]) -> Any:
+    def _write(self, lane: Lane, request: wire.AnyRequest, body: Sequence[memoryview]) -> wire.Done:
         patience_s = lane.welcome.deadline_s + self._timeout_s
         answer = lane.ask(request, body, timeout_s=patience_s)
         self.sent_bytes += sum(view.nbytes for view in body)
-        return _value(answer)
+        return _done(answer)
 
     # ------------------------------------------------------------ read
 
@@ -253,7 +272,7 @@ class ChannelBackend:
     # ------------------------------------------------------------ inside
 
     def _ask(self, request: wire.AnyRequest) -> Any:
-        return _value(self._call(lambda lane: lane.ask(request)))
+        return _done(self._call(lambda lane: lane.ask(request))).value
 
     def _call(self, work: Callable[[Lane], T]) -> T:
         def once() -> T:
@@ -377,7 +396,7 @@ def _views(buffers: Sequence[Buffer]) -> list[memoryview]:
     return [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
 
 
-def _value(answer: wire.AnyAnswer) -> Any:
+def _done(answer: wire.AnyAnswer) -> wire.Done:
     if not isinstance(answer, wire.Done):
         raise StorageFailed(f"was {type(answer).__name__}", subject="an answer of a unit")
-    return answer.value
+    return answer

@@ -73,6 +73,8 @@ class ChannelServer:
         Refuses what a Controller sends that was replaced; None where there is none.
     calls
         What clients can call besides, by name: bytes in, bytes out.
+    noted
+        Told of groups that come with a note, by their place and it; returns an answer.
     clock
         Monotonic seconds.
 
@@ -102,6 +104,7 @@ class ChannelServer:
         limits: Limits | None = None,
         fence: Fence | None = None,
         calls: Mapping[str, Callable[[bytes], bytes]] | None = None,
+        noted: Callable[[str, bytes], bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fence = fence
@@ -109,7 +112,7 @@ class ChannelServer:
         self._unit = unit
         self._limits = limits or Limits()
         self._service = Service(
-            backend, roots, self._limits, clock=clock, unit=unit, calls=calls or {}
+            backend, roots, self._limits, clock=clock, unit=unit, calls=calls or {}, noted=noted
         )
         self._buffers = Buffers(self._limits.budget_bytes)
         self._tls = None if identity is None else identity.context(server=True)
@@ -412,7 +415,7 @@ class ChannelServer:
             stream.fill(body)
             self._count("received_bytes", nbytes)
             with self._writing(hello):
-                return wire.Done(self._service.write(request, body, stream.is_idle))
+                return self._service.write(request, body, stream.is_idle)
         finally:
             self._buffers.give(buffer)
             budget.release(nbytes)

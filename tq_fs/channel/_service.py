@@ -35,6 +35,8 @@ class Service:
         The unit's name, in messages.
     calls
         What can be called besides, by name.
+    noted
+        Told of groups that come with a note, by their place; returns its answer.
     """
 
     def __init__(
@@ -46,9 +48,11 @@ class Service:
         clock: Callable[[], float],
         unit: str,
         calls: Mapping[str, Callable[[bytes], bytes]],
+        noted: Callable[[str, bytes], bytes] | None,
     ) -> None:
         self._backend = backend
         self._calls = calls
+        self._noted = noted
         self._roots = roots
         self.budget = ByteBudget(
             limits.budget_bytes,
@@ -66,8 +70,8 @@ class Service:
 
     def write(
         self, request: wire.Publish | wire.Put, body: memoryview, is_wanted: Callable[[], bool]
-    ) -> str | None:
-        """Write what came; return a group's place.
+    ) -> wire.Done:
+        """Write what came; answer with a group's place.
 
         Parameters
         ----------
@@ -84,14 +88,22 @@ class Service:
                     raise ConnectionAbortedError("its sender gave up")
                 if isinstance(request, wire.Put):
                     self._backend.put(target, bytes(body), urgent=request.urgent)
-                    return None
+                    return wire.Done()
                 members = _members(request, body)
-                return self._backend.publish(target, members, fresh=request.fresh)
+                place = self._backend.publish(target, members, fresh=request.fresh)
+            return wire.Done(place, self._note(place, request.note))
         finally:
             with self._ended:
                 self._in_hand[target] -= 1
                 self._in_hand += Counter()  # forgets what is at 0
                 self._ended.notify_all()
+
+    def _note(self, place: str, note: bytes) -> bytes:
+        if not note:
+            return b""
+        if self._noted is None:
+            raise ProtocolMismatch("takes no notes", subject="this endpoint")
+        return self._noted(place, note)
 
     def call(self, name: str, body: bytes) -> bytes:
         """Call something by name.

@@ -69,11 +69,15 @@ class Hello(Request, frozen=True, array_like=True, tag=1):
 
 
 class Publish(Request, frozen=True, array_like=True, tag=2):
-    """Publish a group of members, whose bytes follow each other behind the header."""
+    """Publish a group of members, whose bytes follow each other behind the header.
+
+    With a note, somebody beside the backend is told of the group, and answers as well.
+    """
 
     prefix: str
     members: list[tuple[str, int]]
     fresh: bool
+    note: bytes = b""
 
 
 class Put(Request, frozen=True, array_like=True, tag=3):
@@ -188,9 +192,10 @@ class Welcome(Answer, frozen=True, array_like=True, tag=1):
 
 
 class Done(Answer, frozen=True, array_like=True, tag=2):
-    """It is done; with a flag or a place."""
+    """It is done; with a flag or a place, or with the place and what the noted one answers."""
 
     value: bool | str | None = None
+    answer: bytes = b""
 
 
 class Data(Answer, frozen=True, array_like=True, tag=3):

@@ -6,11 +6,11 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
-from tq_fs.backends import Backend, LocalBackend, Retry
+from tq_fs.backends import LocalBackend, Retry
 from tq_fs.cache import ChunkCache
 from tq_fs.channel import ChannelBackend, ChannelServer, Identity, private_socket
 from tq_fs.cluster import StoreCluster, attach
@@ -20,10 +20,12 @@ from tq_fs.errors import InvalidConfig
 from tq_fs.keeper._settings import Connection, ValueConfig
 from tq_fs.keys import component
 from tq_fs.manifests import Resolved
-from tq_fs.places import open_objects, open_places, open_shared_folder
+from tq_fs.places import open_objects, open_places
 from tq_fs.reader import SegmentReader
 from tq_fs.values import (
+    ROOT,
     Keeper,
+    KeeperPlaces,
     OnePlace,
     UnitPlaces,
     ValueClient,
@@ -31,6 +33,7 @@ from tq_fs.values import (
     ValuePlaces,
     ValueStore,
     serve,
+    serve_notes,
 )
 
 UNIT = "keeper"
@@ -82,15 +85,17 @@ def open_keeper(
     )
     opened.callback(keeper.close)
     port = index.meta("port") or "0"  # the one that other processes know
+    is_folder = config.kind == "folder"  # which the keeper writes to for all
     server = ChannelServer(
-        LocalBackend(taken.indexes, read_only=True),
+        taken.places.backend("") if is_folder else LocalBackend(taken.indexes, read_only=True),
         store_id=config.store.store_id,
         unit=UNIT,
         local=[f"unix:{private_socket(f'{UNIT}/{config.store.store_id}/{run}')}"],
         remote=[f"tcp:{_host(spot.address)}:{port}"] if taken.is_shared else [],
         identity=taken.identity,
-        roots=frozenset(),
+        roots=frozenset({ROOT}) if is_folder else frozenset(),
         calls=serve(keeper),
+        noted=serve_notes(keeper.put_group) if is_folder else None,
     )
     opened.callback(server.close)
     local, *remote = server.endpoints
@@ -190,9 +195,9 @@ def open_values(connection: Connection, node: str, *, opened: ExitStack) -> Valu
     """
     config = connection.config
     store = config.store
-    client = ValueClient(_channel(connection, node, opened))
+    channel = _channel(connection, node, opened)
     remote = config.kind == "objects"
-    places = _places(connection, opened)
+    places = _places(config, channel, opened)
     threads = reader_threads(store, remote=remote)
     reader = SegmentReader(
         _no_references,
@@ -205,7 +210,7 @@ def open_values(connection: Connection, node: str, *, opened: ExitStack) -> Valu
     return ValueStore(
         store.store_id,
         connection.run,
-        calls=client,
+        calls=ValueClient(channel),
         places=places,
         reader=reader,
         pool=opened.enter_context(writers),
@@ -236,17 +241,16 @@ def _channel(connection: Connection, node: str, opened: ExitStack) -> ChannelBac
     return channel
 
 
-def _places(connection: Connection, opened: ExitStack) -> ValuePlaces:
-    config = connection.config
+def _places(config: ValueConfig, channel: ChannelBackend, opened: ExitStack) -> ValuePlaces:
     if config.kind == "cluster":
         return _unit_places(attach(config.store.store_id), opened)
-    backend: Backend | None
     if config.kind == "folder":
         assert config.store.url is not None
         root = folder_of(config.store.url) / component(config.store.store_id)
-        backend = open_shared_folder(root, config.store, opened=opened)
-    else:
-        backend = open_objects(config.store, opened=opened, read_only=True)
+        return KeeperPlaces(
+            channel, opened.enter_context(closing(LocalBackend(root, read_only=True)))
+        )
+    backend = open_objects(config.store, opened=opened, read_only=True)
     assert backend is not None
     return OnePlace(backend)
 

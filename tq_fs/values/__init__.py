@@ -4,20 +4,22 @@ From a value to its bytes: :mod:`tq_fs.values.codec`; to groups of Zarr arrays (
 index that says what a name stands for now (``_index``), and back (``_fetch``).
 """
 
-from tq_fs.values._calls import ValueCalls, ValueClient, serve
-from tq_fs.values._entry import Found, Place, StoredGroup, ValueEntry
+from tq_fs.values._calls import ValueCalls, ValueClient, serve, serve_notes
+from tq_fs.values._entry import ROOT, Found, Place, StoredGroup, ValueEntry
 from tq_fs.values._fetch import Column, Joined
 from tq_fs.values._index import ValueIndex
 from tq_fs.values._keeper import Keeper
-from tq_fs.values._places import OnePlace, UnitPlaces, ValuePlaces
+from tq_fs.values._places import KeeperPlaces, OnePlace, UnitPlaces, ValuePlaces
 from tq_fs.values._store import CHECKPOINT_FILE, Prepared, ValueStore
 
 __all__ = [
     "CHECKPOINT_FILE",
+    "ROOT",
     "Column",
     "Found",
     "Joined",
     "Keeper",
+    "KeeperPlaces",
     "OnePlace",
     "Place",
     "Prepared",
@@ -30,4 +32,5 @@ __all__ = [
     "ValuePlaces",
     "ValueStore",
     "serve",
+    "serve_notes",
 ]

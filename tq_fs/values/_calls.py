@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from tq_fs.channel import ChannelBackend
 from tq_fs.errors import ProtocolMismatch
-from tq_fs.values._entry import Found, Place, StoredGroup
+from tq_fs.values._entry import Found, NamedEntry, Place, StoredGroup
 
 T = TypeVar("T")
 Sample = tuple[str, int]
@@ -42,6 +42,60 @@ class ValueCalls(Protocol):
 
     def totals(self) -> dict[str, int]:
         """Return how much there is."""
+
+
+class Note(NamedTuple):
+    """What the index is told of a group: its bytes, and what lies in it."""
+
+    nbytes: int
+    values: tuple[NamedEntry, ...]
+
+
+class _Noted(msgspec.Struct, array_like=True):
+    partition: str
+    note: Note
+
+
+_decode_note = msgspec.msgpack.Decoder(_Noted).decode
+_decode_int = msgspec.msgpack.Decoder(int).decode
+
+
+def encode_note(partition: str, note: Note) -> bytes:
+    """Return what goes with a group that names are to stand for at once."""
+    return _encode(_Noted(partition, note))
+
+
+def decode_noted(answer: bytes) -> int:
+    """Return the generation that the keeper answers a note with.
+
+    Raises
+    ------
+    ProtocolMismatch
+    """
+    try:
+        return _decode_int(answer)
+    except msgspec.MsgspecError as error:
+        raise ProtocolMismatch(f"no generation: {error}", subject="an answer") from error
+
+
+def serve_notes(put: Callable[[str, StoredGroup], int]) -> Callable[[str, bytes], bytes]:
+    """Return what a channel's server tells of groups that come with a note.
+
+    Parameters
+    ----------
+    put
+        Takes a partition and a group, and returns the generation.
+    """
+
+    def noted(place: str, body: bytes) -> bytes:
+        try:
+            asked = _decode_note(body)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ProtocolMismatch(f"no such note: {error}", subject=place) from error
+        group = StoredGroup("", place, asked.note.nbytes, asked.note.values)
+        return _encode(put(asked.partition, group))
+
+    return noted
 
 
 class _Put(msgspec.Struct, array_like=True):

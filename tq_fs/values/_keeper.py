@@ -75,7 +75,8 @@ class Keeper:
         self._now_ns = now_ns
         self._strange: set[str] = set()  # groups that the last sweep did not know
         self._saving = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = False
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._learn()
         if sweep_s:
@@ -86,7 +87,8 @@ class Keeper:
 
     def close(self) -> None:
         """End the sweeps; idempotent."""
-        self._ended.set()
+        self._ended = True
+        self._wake.set()
         if self._thread is not None:
             self._thread.join()
 
@@ -95,6 +97,19 @@ class Keeper:
     def put(self, partition: str, groups: Sequence[StoredGroup]) -> tuple[int, list[Place]]:
         """Let names stand for new values."""
         return self.index.put(partition, groups)
+
+    def put_group(self, partition: str, group: StoredGroup) -> int:
+        """Let names stand for the values of one group; delete what nobody needs any more."""
+        try:
+            generation, unneeded = self.index.put(partition, [group])
+        except BaseException:
+            self._places.backend(group.unit).delete(group_path(group.path))
+            raise
+        if unneeded and self._thread is not None:
+            self._wake.set()  # whoever has put does not wait
+        elif unneeded:
+            self.bury()
+        return generation
 
     def find(
         self, samples: Sequence[tuple[str, int]], fields: Sequence[str]
@@ -269,13 +284,18 @@ class Keeper:
         return pins
 
     def _tend(self, sweep_s: float) -> None:
-        while True:
+        next_s = 0.0
+        while not self._ended:
+            self._wake.clear()
             try:
-                self.sweep()
+                if time.monotonic() >= next_s:
+                    next_s = time.monotonic() + sweep_s
+                    self.sweep()
+                else:
+                    self.bury()
             except Exception:  # a thread's edge: the next round may do better
                 _log.exception("the sweep of values was broken off")
-            if self._ended.wait(sweep_s):
-                return
+            self._wake.wait(max(0.0, next_s - time.monotonic()))
 
     def sweep(self) -> int:
         """Delete what nobody needs; return how many groups.

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from tq_fs.backends import Backend, Buffer, Readable
+from tq_fs.channel import ChannelBackend
 from tq_fs.errors import RetryError, StorageFull, UnitLost, UnitsUnavailable
 from tq_fs.placement import rank
 from tq_fs.units import RemoteUnits
+from tq_fs.values._calls import Note, decode_noted, encode_note
 from tq_fs.values._entry import Place
 
 _PAUSES_S = (0.05, 1.0)
@@ -23,6 +25,17 @@ class ValuePlaces(Protocol):
 
     def publish(self, path: str, members: Mapping[str, Sequence[Buffer]]) -> Place:
         """Make a group readable, whole or not at all; its path was never used."""
+
+    def put(
+        self, partition: str, path: str, members: Mapping[str, Sequence[Buffer]], note: Note
+    ) -> int | None:
+        """Make a group readable and let names stand for its values, in one request.
+
+        Returns
+        -------
+        int or None
+            The generation; None where that cannot be done in one, and nothing was done.
+        """
 
     def units(self) -> Sequence[str]:
         """Return the units that can be asked; one without a name where there are none."""
@@ -56,6 +69,16 @@ class OnePlace(dict[str, Readable]):
         """Make a group readable; see the protocol."""
         return Place("", self._backend.publish(path, members, fresh=True))
 
+    def put(
+        self,
+        partition: str,  # noqa: ARG002
+        path: str,  # noqa: ARG002
+        members: Mapping[str, Sequence[Buffer]],  # noqa: ARG002
+        note: Note,  # noqa: ARG002
+    ) -> int | None:
+        """Return None: the index is elsewhere."""
+        return None
+
     def units(self) -> Sequence[str]:
         """Return the only one, without a name."""
         return ("",)
@@ -67,6 +90,52 @@ class OnePlace(dict[str, Readable]):
     def backend(self, unit: str) -> Backend:  # noqa: ARG002
         """Return the place."""
         return self._backend
+
+
+class KeeperPlaces(dict[str, Readable]):
+    """A folder that the keeper writes to and that this process reads.
+
+    Parameters
+    ----------
+    keeper
+        The way to the keeper's process.
+    files
+        The folder. Both stay the caller's.
+    """
+
+    def __init__(self, keeper: ChannelBackend, files: Readable) -> None:
+        super().__init__()
+        self._keeper = keeper
+        self._files = files
+        self.readers: Mapping[str, Readable] = self
+
+    def __missing__(self, unit: str) -> Readable:
+        """Return the folder."""
+        return self._files
+
+    def publish(self, path: str, members: Mapping[str, Sequence[Buffer]]) -> Place:
+        """Make a group readable; see the protocol."""
+        return Place("", self._keeper.publish(path, members, fresh=True))
+
+    def put(
+        self, partition: str, path: str, members: Mapping[str, Sequence[Buffer]], note: Note
+    ) -> int | None:
+        """Make a group readable and let names stand for its values; see the protocol."""
+        asked = encode_note(partition, note)
+        _, answer = self._keeper.publish_noted(path, members, asked, fresh=True)
+        return decode_noted(answer)
+
+    def units(self) -> Sequence[str]:
+        """Return the only one, without a name."""
+        return ("",)
+
+    def home(self, unit: str) -> str:  # noqa: ARG002
+        """Return the only one."""
+        return ""
+
+    def backend(self, unit: str) -> Backend:  # noqa: ARG002
+        """Return the way to the keeper."""
+        return self._keeper
 
 
 class UnitPlaces:
@@ -125,6 +194,16 @@ class UnitPlaces:
                 raise failed
             self._sleep(pause_s)
             pause_s = min(2 * pause_s, most_s)
+
+    def put(
+        self,
+        partition: str,  # noqa: ARG002
+        path: str,  # noqa: ARG002
+        members: Mapping[str, Sequence[Buffer]],  # noqa: ARG002
+        note: Note,  # noqa: ARG002
+    ) -> int | None:
+        """Return None: units do not have the index."""
+        return None
 
     def _candidates(self, path: str) -> Iterator[str]:
         directory = self._units.directory

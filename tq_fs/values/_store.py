@@ -25,7 +25,7 @@ from tq_fs.errors import (
 from tq_fs.keys import component
 from tq_fs.reader import SegmentReader
 from tq_fs.steps import EncodeOptions, Scratch
-from tq_fs.values._calls import Sample, ValueCalls
+from tq_fs.values._calls import Note, Sample, ValueCalls
 from tq_fs.values._entry import ROOT, Found, Place, StoredGroup
 from tq_fs.values._fetch import Column, fetch
 from tq_fs.values._group import Group, NamedValue, cut, encode_group
@@ -138,19 +138,35 @@ class ValueStore:
         StorageFull
             Nothing is visible.
         """
-        return self.commit(partition, [self.prepare(partition, indexes, columns)])
+        written = self.write(partition, indexes, columns)
+        return written if isinstance(written, int) else self.commit(partition, [written])
 
-    def prepare(
+    def write(
         self, partition: str, indexes: Sequence[int], columns: Mapping[str, Sequence[Any]]
-    ) -> Prepared:
-        """Write values for a :meth:`commit` to come; see :meth:`put`."""
+    ) -> int | Prepared:
+        """Put values where that is one request, else write them for a :meth:`commit` to come.
+
+        See :meth:`put`. Returns the generation, or what is to be committed.
+        """
         groups = list(cut(self._encoded(indexes, columns)))
+        if len(groups) == 1 and (generation := self._put_at_once(partition, groups[0])) is not None:
+            return generation
         prepared = Prepared(partition, tuple(self._path() for _ in groups), ())
         try:
             return prepared._replace(groups=self._publish_all(partition, groups, prepared.paths))
         except BaseException:
             self.withdraw(prepared)
             raise
+
+    def _put_at_once(self, partition: str, values: list[NamedValue]) -> int | None:
+        scratch = self._scratch()
+        path = self._path()
+        try:
+            group = encode_group(*self._ids, partition, values, self._options, scratch)
+            note = Note(group.nbytes, group.values)
+            return self.places.put(partition, path, group.members, note)
+        finally:
+            scratch.reset()
 
     def commit(self, partition: str, prepared: Sequence[Prepared]) -> int:
         """Let what was prepared be found, all at once; of values of one name the last.

@@ -93,12 +93,13 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
             return
         waiter = Waiter()
         write = functools.partial(self._write, data, metadata, data_parser)
-        self._puts.ask(Put(write, metadata.global_indexes, nbytes_of(data), waiter))
+        partition = metadata.partition_ids[0]
+        self._puts.ask(Put(partition, write, metadata.global_indexes, nbytes_of(data), waiter))
         await waiter.future
 
     def _write(
         self, data: TensorDict, metadata: BatchMeta, parser: Parser | None
-    ) -> tuple[Prepared, Schema]:
+    ) -> tuple[int | Prepared, Schema]:
         indexes = metadata.global_indexes
         if data.batch_size[0] != len(indexes):
             raise InvalidField(
@@ -111,7 +112,7 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
                     zip(indexes, meta["per_sample_shapes"], strict=True)
                 )
         columns = columns_of(data, parser)
-        return self.values.prepare(metadata.partition_ids[0], indexes, columns), schema
+        return self.values.write(metadata.partition_ids[0], indexes, columns), schema
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Return fields of samples, in their order.

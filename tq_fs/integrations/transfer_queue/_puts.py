@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tq_fs.errors import SessionClosed
 from tq_fs.values import Prepared, ValueStore
 
-PATIENCE_S = 0.002
+PATIENCE_S = 0.004
 TOGETHER = 4  # puts that wait for each other, at most
 LARGE_BYTES = 4 * 1024 * 1024
 _LARGE_THREADS = 2
@@ -42,9 +42,11 @@ class Put(NamedTuple):
 
     Attributes
     ----------
+    partition
+        Of its samples.
     write
-        Writes its values; returns what was written, and what TransferQueue's controller is told of
-        the fields (``per_sample_shapes`` by index).
+        Writes its values; returns the generation, or what is still to be committed, and what
+        TransferQueue's controller is told of the fields (``per_sample_shapes`` by index).
     indexes
         Of the samples.
     nbytes
@@ -53,17 +55,18 @@ class Put(NamedTuple):
         Who waits for it.
     """
 
-    write: Callable[[], tuple[Prepared, Schema]]
+    partition: str
+    write: Callable[[], tuple[int | Prepared, Schema]]
     indexes: list[int]
     nbytes: int
     waiter: Waiter
 
 
 class Written(NamedTuple):
-    """A put whose values are written and not found yet."""
+    """A put whose values are written: its generation, or what is to be committed."""
 
     put: Put
-    prepared: Prepared
+    done: int | Prepared
     schema: Schema
 
 
@@ -180,7 +183,7 @@ class Puts:
         while some := self._next():
             by_partition: dict[str, list[Written]] = {}
             for one in some:
-                by_partition.setdefault(one.prepared.partition, []).append(one)
+                by_partition.setdefault(one.put.partition, []).append(one)
             for partition, members in by_partition.items():
                 self._commit(partition, members)
 
@@ -196,11 +199,13 @@ class Puts:
         return len(self._written) >= min(max(self._recent), TOGETHER)
 
     def _commit(self, partition: str, written: Sequence[Written]) -> None:
+        prepared = [one.done for one in written if isinstance(one.done, Prepared)]
         try:
-            generation = self._values.commit(partition, [one.prepared for one in written])
+            generation = self._values.commit(partition, prepared)
         except BaseException as error:  # as above
-            self._end([one.put for one in written], error)
-            return
+            self._end([one.put for one in written if isinstance(one.done, Prepared)], error)
+            written = [one for one in written if isinstance(one.done, int)]
+            generation = 0
         for notice, some in joined(partition, written, generation):
             future = asyncio.run_coroutine_threadsafe(self._tell(notice), self._loop)
             future.add_done_callback(self._ender([one.put for one in some]))
@@ -256,7 +261,8 @@ def joined(
     found: list[tuple[Notice, list[Written]]] = []
     kind: object = None
     for one in written:
-        known = dict.fromkeys(one.schema, generation)
+        mine = one.done if isinstance(one.done, int) else generation
+        known = dict.fromkeys(one.schema, mine)
         notes = dict.fromkeys(one.put.indexes, known)
         if found and _kind(one.schema) == kind:
             notice, some = found[-1]
