@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import tq_fs
+from tests._clusters import Cluster, cluster, readers_of, units_of
 from tests._rollouts import run_child, spawn_child, tree
+from tests._ways import client_of
 from tests.test_value_codec import same
+from tq_fs import StoreConfig
 from tq_fs.backends import LocalBackend
+from tq_fs.bench.servers import S3Server
 from tq_fs.cache import ChunkCache
 from tq_fs.channel import ChannelBackend
 from tq_fs.errors import InvalidConfig
+from tq_fs.places import open_objects
 from tq_fs.reader import SegmentReader
 from tq_fs.steps import EncodeOptions
 from tq_fs.values import (
@@ -22,6 +28,7 @@ from tq_fs.values import (
     OnePlace,
     Place,
     StoredGroup,
+    UnitPlaces,
     ValueCalls,
     ValueEntry,
     ValueIndex,
@@ -32,7 +39,6 @@ from tq_fs.values._entry import NamedEntry
 
 __all__ = [
     "Kept",
-    "kept",
     "open_store",
     "run_child",
     "same",
@@ -58,7 +64,7 @@ def place_of(group: StoredGroup) -> Place:
     return Place(group.unit, group.path)
 
 
-def same_columns(have: dict[str, Any], want: dict[str, Sequence[Any]]) -> bool:
+def same_columns(have: Mapping[str, Any], want: Mapping[str, Sequence[Any]]) -> bool:
     return set(have) == set(want) and all(
         len(have[name]) == len(want[name])
         and all(same(a, b) for a, b in zip(have[name], want[name], strict=True))
@@ -132,15 +138,108 @@ class Kept:
         self.values = open_store(self.keeper, places, opened, run=run, **named)
 
 
-@contextmanager
-def kept(folder: Path, run: str = "r1", backend: Any = None, **named: Any) -> Iterator[Kept]:
-    """Keep values in a folder: bytes below ``store``, the index below ``index``."""
-    with ExitStack() as opened:
-        if backend is None:
-            backend = LocalBackend(folder / "store", ahead=0)
-            opened.callback(backend.close)
-        yield Kept(folder / "index", OnePlace(backend), opened, run, **named)
-
-
 def channel_to(endpoint: str, **named: Any) -> ChannelBackend:
     return ChannelBackend(endpoint, store_id=STORE, unit="keeper", named=True, **named)
+
+
+# ---------------------------------------------------------------- where values lie
+
+
+class Ground:
+    """A place of values, with a way past everything: to read, damage and remove files of it."""
+
+    def __init__(self, places: ValuePlaces, folder: Path) -> None:
+        self.places = places
+        self.folder = folder  # for indexes
+
+    def objects(self, root: str = "values") -> list[tuple[str, str]]:
+        """Return unit and key of every object below a root."""
+        return [
+            (unit, key)
+            for unit in self.places.units()
+            for key, _ in self.places.backend(unit).walk(root)
+        ]
+
+    def read(self, unit: str, key: str) -> bytes:
+        raise NotImplementedError
+
+    def write(self, unit: str, key: str, data: bytes) -> None:
+        raise NotImplementedError
+
+    def remove(self, unit: str, key: str) -> None:
+        raise NotImplementedError
+
+    @contextmanager
+    def kept(self, run: str = "r1", **named: Any) -> Iterator[Kept]:
+        with ExitStack() as opened:
+            yield Kept(self.folder, self.places, opened, run, **named)
+
+
+class Folders(Ground):
+    """Folders of a backend, or of units."""
+
+    def __init__(self, places: ValuePlaces, folder: Path, roots: dict[str, Path]) -> None:
+        super().__init__(places, folder)
+        self.roots = roots
+
+    def read(self, unit: str, key: str) -> bytes:
+        return (self.roots[unit] / key).read_bytes()
+
+    def write(self, unit: str, key: str, data: bytes) -> None:
+        (self.roots[unit] / key).write_bytes(data)
+
+    def remove(self, unit: str, key: str) -> None:
+        (self.roots[unit] / key).unlink()
+
+
+class Bucket(Ground):
+    """A prefix of a bucket."""
+
+    def __init__(self, places: ValuePlaces, folder: Path, client: Any, bucket: str) -> None:
+        super().__init__(places, folder)
+        self._client = client
+        self._bucket = bucket
+        self._prefix = f"p/{STORE}/"
+
+    def read(self, unit: str, key: str) -> bytes:
+        found = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+        data: bytes = found["Body"].read()
+        return data
+
+    def write(self, unit: str, key: str, data: bytes) -> None:
+        self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=data)
+
+    def remove(self, unit: str, key: str) -> None:
+        self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
+
+
+@contextmanager
+def folder_ground(folder: Path, **settings: Any) -> Iterator[Folders]:
+    with closing(LocalBackend(folder / "store", **{"ahead": 0, **settings})) as backend:
+        yield Folders(OnePlace(backend), folder / "index", {"": folder / "store"})
+
+
+@contextmanager
+def unit_ground(folder: Path, node: str = "n0", **settings: Any) -> Iterator[Folders]:
+    """Two units, seen from a node: the own unit's files are read, the other's come by channel."""
+    with cluster(folder / "units", 2, **settings) as found:
+        yield unit_view(found, folder, node)
+
+
+def unit_view(found: Cluster, folder: Path, node: str) -> Folders:
+    store = found.store([tq_fs.logprobs()], node=node)
+    found._opened.callback(store.close)
+    places = UnitPlaces(units_of(store), readers_of(store), full_deadline_s=0.2)
+    units = {n: found.unit(n).report().name for n in found.fleet.units}
+    roots = {name: found.root / n / STORE for n, name in units.items()}
+    return Folders(places, folder / "index", roots)
+
+
+@contextmanager
+def bucket_ground(folder: Path, server: S3Server, bucket: str, driver: str) -> Iterator[Bucket]:
+    config = StoreConfig(store_id=STORE, url=f"s3://{bucket}/p", driver=driver)
+    with ExitStack() as opened:
+        backend = open_objects(config, opened=opened, read_only=False)
+        assert backend is not None
+        client = opened.enter_context(client_of(server))
+        yield Bucket(OnePlace(backend), folder / "index", client, bucket)
