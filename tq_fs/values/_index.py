@@ -309,6 +309,14 @@ class ValueIndex:
             query = "SELECT DISTINCT checkpoint FROM pins ORDER BY checkpoint"
             return [name for (name,) in self._db.execute(query)]
 
+    def confirm(self, checkpoint: str) -> None:
+        """Hear that a checkpoint was saved."""
+        self.note(f"saved/{checkpoint}", checkpoint)
+
+    def saved(self) -> list[str]:
+        """Return the checkpoints that keep groups and were saved, oldest first."""
+        return [name for name in self.checkpoints() if self.meta(f"saved/{name}")]
+
     def pinned(self, checkpoint: str) -> dict[str, list[str]]:
         """Return the paths of the groups that a checkpoint keeps, by unit."""
         with self._lock, self._mapped():
@@ -330,6 +338,7 @@ class ValueIndex:
         with self._changed() as db:
             self._count_pins(db, checkpoint, less=1)
             db.execute("DELETE FROM pins WHERE checkpoint = ?", (checkpoint,))
+            db.execute("DELETE FROM meta WHERE name = ?", (f"saved/{checkpoint}",))
             return self._unneeded(db)
 
     @staticmethod
