@@ -42,6 +42,7 @@ CREATE TABLE pins (checkpoint TEXT, grp INTEGER, PRIMARY KEY (checkpoint, grp)) 
 CREATE INDEX needed ON groups (live, pins);
 CREATE INDEX pinned ON pins (grp);
 """
+_STATEMENTS = dict.fromkeys(part.strip() for part in _SCHEMA.split(";")[:-1]).keys()
 _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE}  # the latter of a file beside ours
 _REMEMBERED = 16_384  # groups that were put, so that a call that comes twice is known
 _FIND = """
@@ -488,6 +489,9 @@ def check_copy(path: Path, subject: Path) -> dict[str, str]:
     db = sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)
     try:
         check_version(db, subject)
+        made = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_master")}
+        if not made >= _STATEMENTS:
+            raise ManifestCorrupt("is no index of values", subject=str(subject))
         (found,) = db.execute("PRAGMA quick_check").fetchone()
         if found != "ok":
             raise ManifestCorrupt(f"is damaged: {found}", subject=str(subject))
@@ -515,7 +519,7 @@ def check_version(db: sqlite3.Connection, path: Path, *, make: str = "") -> None
     tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if make and not version and not tables:
         db.execute("BEGIN")
-        for statement in _SCHEMA.split(";")[:-1]:
+        for statement in _STATEMENTS:
             db.execute(statement)
         db.execute("INSERT INTO meta VALUES ('store_id', ?)", (make,))
         db.execute(f"PRAGMA user_version = {VERSION}")
