@@ -19,6 +19,7 @@ from tq_fs.backends import LocalBackend
 from tq_fs.bench.servers import S3Server
 from tq_fs.cache import ChunkCache
 from tq_fs.channel import ChannelBackend
+from tq_fs.cluster._node_unit import NodeUnit
 from tq_fs.errors import InvalidConfig
 from tq_fs.places import open_objects
 from tq_fs.reader import SegmentReader
@@ -230,8 +231,8 @@ def unit_view(found: Cluster, folder: Path, node: str) -> Folders:
     store = found.store([tq_fs.logprobs()], node=node)
     found._opened.callback(store.close)
     places = UnitPlaces(units_of(store), readers_of(store), full_deadline_s=0.2)
-    units = {n: found.unit(n).report().name for n in found.fleet.units}
-    roots = {name: found.root / n / STORE for n, name in units.items()}
+    units = [(node, unit) for node, unit in found.fleet.units.items() if isinstance(unit, NodeUnit)]
+    roots = {unit.name: found.root / node / STORE for node, unit in units}
     return Folders(places, folder / "index", roots)
 
 
