@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -10,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from tq_fs.backends import Readable
-from tq_fs.errors import ChunkCorrupt
+from tq_fs.backends import ObjectReader, Readable
+from tq_fs.errors import ChunkCorrupt, ObjectMissing, ObjectShort, UnitLost
 from tq_fs.keys import Incarnation
 from tq_fs.memory import align, mapped_empty
 from tq_fs.plan import ArrayRead, Copy, spans_of
@@ -21,6 +22,7 @@ from tq_fs.values._places import ValuePlaces
 from tq_fs.values.codec import ArrayForm, decode, sole_array
 
 Array = npt.NDArray[Any]
+_REMEDY = "put it again, or load the last checkpoint"
 _SMALL_OBJECT = f"{SMALL}/c.0"
 _GAP_BYTES = 64 * 1024  # between two heads of a pack that are read at once all the same
 
@@ -233,18 +235,41 @@ def _read_pack(
 ) -> Iterator[tuple[int, bytes]]:
     key = f"{place.path}/{_SMALL_OBJECT}"
     way = readers[place.unit]
-    with way.open(key) as source:
+    with _naming(values, key):
+        opened = way.open(key)
+    with opened as source:
         for run in _runs(values):
-            start = run[0][1].entry.at
-            end = max(v.entry.at + v.entry.nbytes for _, v in run)
-            data = bytearray(end - start)
-            source.readinto((data,), start)
-            for i, value in run:
-                entry = value.entry
-                head = bytes(data[entry.at - start : entry.at - start + entry.nbytes])
-                if crc32c(head) != entry.crc:
-                    head = _again(way, key, value)
-                yield i, head
+            try:
+                yield from _read_run(way, source, key, run)
+            except ObjectShort:
+                for value in run:  # the error is to name one that is not whole
+                    yield from _read_run(way, source, key, [value])
+
+
+def _read_run(
+    way: Readable, source: ObjectReader, key: str, run: Sequence[tuple[int, Wanted]]
+) -> Iterator[tuple[int, bytes]]:
+    start = run[0][1].entry.at
+    end = max(v.entry.at + v.entry.nbytes for _, v in run)
+    data = bytearray(end - start)
+    with _naming(run, key):
+        source.readinto((data,), start)
+    for i, value in run:
+        entry = value.entry
+        head = bytes(data[entry.at - start : entry.at - start + entry.nbytes])
+        if crc32c(head) != entry.crc:
+            head = _again(way, key, value)
+        yield i, head
+
+
+@contextmanager
+def _naming(values: Sequence[tuple[int, Wanted]], key: str) -> Iterator[None]:
+    """Let errors name the first of the values that are read, beside the file."""
+    try:
+        yield
+    except (ObjectMissing, ObjectShort, UnitLost) as error:
+        subject = f"{named(values[0][1].whose)}, in {key}"
+        raise type(error)(error.problem, subject=subject, remedy=_REMEDY) from error
 
 
 def _again(way: Readable, key: str, value: Wanted) -> bytes:
@@ -263,7 +288,7 @@ def _again(way: Readable, key: str, value: Wanted) -> bytes:
         raise ChunkCorrupt(
             "its bytes do not match their checksum",
             subject=f"{named(value.whose)}, in {key}",
-            remedy="put it again, or load the last checkpoint",
+            remedy=_REMEDY,
         )
     return bytes(data)
 

@@ -15,7 +15,15 @@ from pathlib import Path
 
 import msgspec
 
-from tq_fs.errors import FormatTooNew, ManifestCorrupt, StorageFailed, StorageFull
+from tq_fs.errors import (
+    CheckpointMissing,
+    FormatTooNew,
+    ManifestCorrupt,
+    StorageFailed,
+    StorageFull,
+    TqFsError,
+    WrongStore,
+)
 from tq_fs.values._entry import Found, Place, StoredGroup, ValueEntry
 
 VERSION = 1
@@ -34,6 +42,8 @@ CREATE TABLE pins (checkpoint TEXT, grp INTEGER, PRIMARY KEY (checkpoint, grp)) 
 CREATE INDEX needed ON groups (live, pins);
 CREATE INDEX pinned ON pins (grp);
 """
+_STATEMENTS = dict.fromkeys(part.strip() for part in _SCHEMA.split(";")[:-1]).keys()
+_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE}  # the latter of a file beside ours
 _REMEMBERED = 16_384  # groups that were put, so that a call that comes twice is known
 _FIND = """
 SELECT entry, unit, path, generation FROM found JOIN groups ON groups.id = grp
@@ -42,6 +52,17 @@ WHERE part = ? AND sample = ? AND field = ?
 _PUT = """
 INSERT INTO found VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
 SET generation = excluded.generation, grp = excluded.grp, entry = excluded.entry
+"""
+_REPLACED = """
+UPDATE groups SET live = live - 1
+WHERE id = (SELECT grp FROM found WHERE part = ? AND sample = ? AND field = ?)
+RETURNING unit, path, live, pins
+"""
+_CLEARED = """
+UPDATE groups SET live = live -
+    (SELECT count(*) FROM found WHERE part = ?1 AND sample = ?2 AND grp = id)
+WHERE id IN (SELECT grp FROM found WHERE part = ?1 AND sample = ?2)
+RETURNING unit, path, live, pins
 """
 _UNNEEDED = "SELECT unit, path FROM groups WHERE live = 0 AND pins = 0"
 
@@ -65,25 +86,36 @@ class ValueIndex:
 
     Raises
     ------
-    ManifestCorrupt, FormatTooNew
-        The file is no index, or a later version's.
+    ManifestCorrupt, FormatTooNew, WrongStore
+        The file is no index, or a later version's, or another store's.
     """
 
     def __init__(self, path: Path, store_id: str) -> None:
         self.path = path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._partitions: dict[str, int] = {}
         self._put: OrderedDict[tuple[str, str], int] = OrderedDict()
         with self._mapped():
             self._db = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, uri=True
             )
+            self._open(store_id)
+
+    def _open(self, store_id: str) -> None:
+        try:
+            check_version(self._db, self.path, make=store_id)
+            if (found := self.meta("store_id")) != store_id:
+                raise WrongStore(
+                    f"is store {found!r}'s, not {store_id!r}'s", subject=str(self.path)
+                )
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = OFF")  # as durable as what it speaks of
-            check_version(self._db, path, make=store_id)
             self._generation = self._number("SELECT max(generation) FROM found")
             self._generation = max(self._generation, int(self.meta("generation") or 0))
             self._partitions.update(self._db.execute("SELECT name, id FROM partitions"))
+        except BaseException:
+            self._db.close()
+            raise
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -100,19 +132,23 @@ class ValueIndex:
         int
             The generation. That of a repeated call is the first one's.
         list of Place
-            Groups that nobody needs any more.
+            Groups that nobody needs any more since this call.
         """
         if not groups:
             return self._generation, []
+        with self._lock:
+            return self._put_new(partition, groups)
+
+    def _put_new(self, partition: str, groups: Sequence[StoredGroup]) -> tuple[int, list[Place]]:
         with self._changed() as db:
             if known := self._known(groups):
                 return known, []
             self._generation += 1
             part = self._partition(partition)
-            for group in groups:
-                self._add(part, group)
+            unneeded = [place for group in groups for place in self._add(part, group)]
             self._note_generation(db)
-            return self._generation, self._unneeded(db)
+        self._remember(groups)
+        return self._generation, unneeded
 
     def _known(self, groups: Sequence[StoredGroup]) -> int:
         """Return the generation that a call has made already; 0 where it is the first."""
@@ -121,13 +157,15 @@ class ValueIndex:
         query = "SELECT count(*) FROM groups WHERE unit = ? AND path = ?"
         if not found and self._number(query, first.unit, first.path):
             found = self._generation  # put before this process began
-        if not found:
-            self._put[first.unit, first.path] = self._generation + 1
-            if len(self._put) > _REMEMBERED:
-                self._put.popitem(last=False)
         return found
 
-    def _add(self, part: int, group: StoredGroup) -> None:
+    def _remember(self, groups: Sequence[StoredGroup]) -> None:
+        self._put[groups[0].unit, groups[0].path] = self._generation
+        if len(self._put) > _REMEMBERED:
+            self._put.popitem(last=False)
+
+    def _add(self, part: int, group: StoredGroup) -> Iterator[Place]:
+        """Let names stand for a group's values; yield groups that are unneeded then."""
         db, generation = self._db, self._generation
         grp = db.execute(
             "INSERT INTO groups (unit, path, nbytes, live) VALUES (?, ?, ?, ?)",
@@ -135,11 +173,8 @@ class ValueIndex:
         ).lastrowid
         for index, field, entry in (msgspec.structs.astuple(v) for v in group.values):
             db.execute("INSERT OR IGNORE INTO samples VALUES (?, ?, ?)", (part, index, generation))
-            db.execute(
-                "UPDATE groups SET live = live - 1 WHERE id = (SELECT grp FROM found "
-                "WHERE part = ? AND sample = ? AND field = ?)",
-                (part, index, field),
-            )
+            rows = db.execute(_REPLACED, (part, index, field)).fetchall()
+            yield from _unneeded_of(rows)
             db.execute(_PUT, (part, index, field, generation, grp, _pack(entry)))
 
     def find(
@@ -187,27 +222,24 @@ class ValueIndex:
         Returns
         -------
         list of Place
-            Groups that nobody needs any more.
+            Groups that nobody needs any more since this call.
         """
+        unneeded: list[Place] = []
         with self._changed() as db:
             for partition, index, until in samples:
                 part = self._partitions.get(partition, -1)
                 query = "DELETE FROM samples WHERE part = ? AND sample = ? AND birth <= ?"
                 if not db.execute(query, (part, index, until)).rowcount:
                     continue
-                db.execute(
-                    "UPDATE groups SET live = live - (SELECT count(*) FROM found WHERE grp = id "
-                    "AND part = ?1 AND sample = ?2) WHERE id IN (SELECT grp FROM found "
-                    "WHERE part = ?1 AND sample = ?2)",
-                    (part, index),
-                )
+                unneeded += _unneeded_of(db.execute(_CLEARED, (part, index)).fetchall())
                 db.execute("DELETE FROM found WHERE part = ? AND sample = ?", (part, index))
-            return self._unneeded(db)
+        return unneeded
 
     @property
     def generation(self) -> int:
         """Of the last put."""
-        return self._generation
+        with self._lock:  # that of one under way may come to nothing
+            return self._generation
 
     # ------------------------------------------------------------ groups
 
@@ -254,7 +286,7 @@ class ValueIndex:
             db.execute(
                 "INSERT OR IGNORE INTO pins SELECT ?, id FROM groups WHERE live > 0", (checkpoint,)
             )
-            self._count_pins(db)
+            self._count_pins(db, checkpoint)
             return self._pinned(db, checkpoint)
 
     def add_pins(self, checkpoint: str, unit: str, paths: Iterable[str]) -> None:
@@ -270,13 +302,21 @@ class ValueIndex:
                     "WHERE unit = ? AND path = ?",
                     (checkpoint, unit, path),
                 )
-            self._count_pins(db)
+            self._count_pins(db, checkpoint)
 
     def checkpoints(self) -> list[str]:
         """Return the checkpoints that keep groups, oldest first."""
         with self._lock, self._mapped():
             query = "SELECT DISTINCT checkpoint FROM pins ORDER BY checkpoint"
             return [name for (name,) in self._db.execute(query)]
+
+    def confirm(self, checkpoint: str) -> None:
+        """Hear that a checkpoint was saved."""
+        self.note(f"saved/{checkpoint}", checkpoint)
+
+    def saved(self) -> list[str]:
+        """Return the checkpoints that keep groups and were saved, oldest first."""
+        return [name for name in self.checkpoints() if self.meta(f"saved/{name}")]
 
     def pinned(self, checkpoint: str) -> dict[str, list[str]]:
         """Return the paths of the groups that a checkpoint keeps, by unit."""
@@ -297,13 +337,18 @@ class ValueIndex:
     def unpin(self, checkpoint: str) -> list[Place]:
         """Let go of what a checkpoint keeps; return the groups that nobody needs any more."""
         with self._changed() as db:
+            self._count_pins(db, checkpoint, less=1)
             db.execute("DELETE FROM pins WHERE checkpoint = ?", (checkpoint,))
-            self._count_pins(db)
+            db.execute("DELETE FROM meta WHERE name = ?", (f"saved/{checkpoint}",))
             return self._unneeded(db)
 
     @staticmethod
-    def _count_pins(db: sqlite3.Connection) -> None:
-        db.execute("UPDATE groups SET pins = (SELECT count(*) FROM pins WHERE grp = id)")
+    def _count_pins(db: sqlite3.Connection, checkpoint: str, *, less: int = 0) -> None:
+        db.execute(
+            "UPDATE groups SET pins = (SELECT count(*) FROM pins WHERE grp = id) - ? "
+            "WHERE id IN (SELECT grp FROM pins WHERE checkpoint = ?)",
+            (less, checkpoint),
+        )
 
     def copy_to(self, path: Path) -> None:
         """Write the index, as it is now, into a new file."""
@@ -317,16 +362,19 @@ class ValueIndex:
         -------
         list of Place
             Groups that nobody needs any more.
+
+        Raises
+        ------
+        CheckpointMissing
+            The store does not keep some of its groups; nothing has changed.
         """
         with self._lock, self._mapped():
             self._db.execute("ATTACH ? AS other", (path.as_uri() + "?immutable=1",))
-        try:
-            with self._changed() as db:
-                self._take_over(db, checkpoint)
-                return self._unneeded(db)
-        finally:
-            with self._lock, self._mapped():
-                self._partitions = dict(self._db.execute("SELECT name, id FROM main.partitions"))
+            try:
+                with self._changed() as db:
+                    self._take_over(db, checkpoint)
+                    return self._unneeded(db)
+            finally:
                 self._db.execute("DETACH other")
 
     def _take_over(self, db: sqlite3.Connection, checkpoint: str) -> None:
@@ -352,11 +400,12 @@ class ValueIndex:
             "SELECT count(*) FROM main.found"
         )
         if lost:
-            raise ManifestCorrupt(
-                f"{lost} values lie in groups that the store does not keep for it",
+            raise CheckpointMissing(
+                f"{lost} value{'s' if lost > 1 else ''} of it lie in groups that are not kept",
                 subject=f"checkpoint {checkpoint}",
                 remedy="load a later checkpoint: the store keeps the last ones only",
             )
+        self._partitions = dict(db.execute("SELECT name, id FROM main.partitions"))
         newest = self._number("SELECT max(generation) FROM main.found")
         self._generation = max(self._generation, newest) + 1
         self._note_generation(db)
@@ -409,13 +458,24 @@ class ValueIndex:
         """Let SQLite's errors be ours."""
         try:
             yield
-        except sqlite3.OperationalError as error:
-            kind = StorageFull if error.sqlite_errorcode == sqlite3.SQLITE_FULL else StorageFailed
-            raise kind(f"{error.sqlite_errorname}: {error}", subject=str(self.path)) from error
         except sqlite3.DatabaseError as error:
-            raise ManifestCorrupt(
-                f"{error}", subject=str(self.path), remedy="load the last checkpoint"
-            ) from error
+            raise _mapped(error, self.path) from error
+
+
+def _mapped(error: sqlite3.DatabaseError, path: Path) -> TqFsError:
+    if isinstance(error, sqlite3.ProgrammingError):  # which says of a file nothing at all
+        return StorageFailed(f"{error}", subject=str(path))
+    code, name = error.sqlite_errorcode, error.sqlite_errorname
+    if code in _FULL:
+        return StorageFull(f"{name}: {error}", subject=str(path), remedy="make room there")
+    if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
+        return StorageFailed(f"{name}: {error}", subject=str(path))
+    return ManifestCorrupt(f"{error}", subject=str(path), remedy="load the last checkpoint")
+
+
+def _unneeded_of(rows: Iterable[tuple[str, str, int, int]]) -> list[Place]:
+    """Return, of groups that have lost values, those that nobody needs."""
+    return [Place(unit, path) for unit, path, live, pins in rows if not live and not pins]
 
 
 def check_copy(path: Path, subject: Path) -> dict[str, str]:
@@ -429,6 +489,9 @@ def check_copy(path: Path, subject: Path) -> dict[str, str]:
     db = sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)
     try:
         check_version(db, subject)
+        made = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_master")}
+        if not made >= _STATEMENTS:
+            raise ManifestCorrupt("is no index of values", subject=str(subject))
         (found,) = db.execute("PRAGMA quick_check").fetchone()
         if found != "ok":
             raise ManifestCorrupt(f"is damaged: {found}", subject=str(subject))
@@ -455,8 +518,12 @@ def check_version(db: sqlite3.Connection, path: Path, *, make: str = "") -> None
     (version,) = db.execute("PRAGMA user_version").fetchone()
     tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if make and not version and not tables:
-        db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT")
+        db.execute("BEGIN")
+        for statement in _STATEMENTS:
+            db.execute(statement)
         db.execute("INSERT INTO meta VALUES ('store_id', ?)", (make,))
+        db.execute(f"PRAGMA user_version = {VERSION}")
+        db.execute("COMMIT")
     elif version > VERSION:
         raise FormatTooNew(
             f"is an index of version {version}, this program reads {VERSION}",

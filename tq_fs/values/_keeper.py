@@ -7,13 +7,21 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from tq_fs.backends import Backend
-from tq_fs.errors import CheckpointMissing, ManifestCorrupt, ObjectMissing, TqFsError, WrongStore
+from tq_fs.backends import Backend, mapped
+from tq_fs.errors import (
+    CheckpointMissing,
+    ManifestCorrupt,
+    ObjectMissing,
+    TqFsError,
+    UnitLost,
+    WrongStore,
+)
 from tq_fs.keys import component
 from tq_fs.steps import check_schema
 from tq_fs.values._entry import ROOT, Found, Place, StoredGroup
@@ -23,6 +31,7 @@ from tq_fs.values._store import CHECKPOINT_FILE, group_path
 
 CHECKPOINTS = "checkpoints"
 PINS_SCHEMA = "tq-fs/pins/1"
+_SAVED = ".saved"
 _log = logging.getLogger(__name__)
 
 
@@ -74,11 +83,12 @@ class Keeper:
         self._check = check
         self._now_ns = now_ns
         self._strange: set[str] = set()  # groups that the last sweep did not know
+        self._learned: set[str] = set()  # places whose checkpoints are known
         self._saving = threading.Lock()
         self._ended = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._learn()
+        self._learn(places.units())
         if sweep_s:
             self._thread = threading.Thread(
                 target=self._tend, args=(sweep_s,), name="tq-fs-keeper", daemon=True
@@ -146,7 +156,7 @@ class Keeper:
             checkpoints are as they were.
         """
         with self._saving:
-            checkpoint = f"{self._now_ns():016x}-{os.urandom(4).hex()}"
+            checkpoint = self._name()
             self.index.note("checkpoint", checkpoint)
             try:
                 self._pin(checkpoint)
@@ -154,9 +164,17 @@ class Keeper:
             except BaseException:
                 self._drop(checkpoint)
                 raise
-            for older in self.index.checkpoints()[: -self._most]:
-                self._drop(older)
+            self._confirm(checkpoint)
+            kept = self.index.saved()[-self._most :]
+            for older in self.index.checkpoints():
+                if len(kept) == self._most and older < kept[0]:
+                    self._drop(older)
             return checkpoint
+
+    def _name(self) -> str:
+        """Return a checkpoint's name, which sorts behind all others, whatever clocks say."""
+        newest = max((int(name[:16], 16) for name in self.index.checkpoints()), default=0)
+        return f"{max(self._now_ns(), newest + 1):016x}-{os.urandom(4).hex()}"
 
     def _pin(self, checkpoint: str) -> None:
         for home, groups in self._by_home(self.index.pin(checkpoint)).items():
@@ -170,6 +188,15 @@ class Keeper:
             backend.put(f"{CHECKPOINTS}/{checkpoint}", msgspec.json.encode(pins))
             backend.sync()
 
+    def _confirm(self, checkpoint: str) -> None:
+        """Note that there is a file that speaks of it: one whose save was killed does not count."""
+        self.index.confirm(checkpoint)
+        try:
+            for home in self._by_home(self.index.pinned(checkpoint)):
+                self._places.backend(home).put(f"{CHECKPOINTS}/{checkpoint}{_SAVED}", b"")
+        except TqFsError:  # then a later run keeps it, and does not count it
+            _log.warning("checkpoint %s is not known as saved", checkpoint, exc_info=True)
+
     def _by_home(self, groups: dict[str, list[str]]) -> dict[str, dict[str, list[str]]]:
         homes: dict[str, dict[str, list[str]]] = {}
         for unit, paths in groups.items():
@@ -179,20 +206,27 @@ class Keeper:
     def _copy(self, path: Path) -> None:
         """Write the index into a file that is whole; other nodes may see it by NFS."""
         copy = self.index.path.with_name(f"copy-{os.urandom(4).hex()}")
+        half = path.with_name(f".{path.name}-{copy.name}")
         try:
             self.index.copy_to(copy)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(copy, path)
-            with path.open("rb") as written:
-                os.fsync(written.fileno())
+            with mapped(str(path)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(copy, half)
+                _sync(half)
+                half.replace(path)  # an earlier one stays whole until then
+                _sync(path.parent)
         finally:
             copy.unlink(missing_ok=True)
+            with suppress(OSError):
+                half.unlink(missing_ok=True)
 
     def _drop(self, checkpoint: str) -> None:
         """Let go of what a checkpoint keeps."""
         try:
             for home in self._by_home(self.index.pinned(checkpoint)):
-                self._places.backend(home).delete(f"{CHECKPOINTS}/{checkpoint}")
+                with suppress(UnitLost):  # with all that it kept
+                    self._places.backend(home).delete(f"{CHECKPOINTS}/{checkpoint}{_SAVED}")
+                    self._places.backend(home).delete(f"{CHECKPOINTS}/{checkpoint}")
         except TqFsError:
             _log.warning("checkpoint %s is dropped later", checkpoint, exc_info=True)
             return
@@ -219,7 +253,9 @@ class Keeper:
         with self._saving:
             copy = self.index.path.with_name(f"copy-{os.urandom(4).hex()}")
             try:
-                shutil.copyfile(path, copy)
+                with mapped(str(path)):
+                    shutil.copyfile(path, copy)
+                self._learn(self._places.units())
                 checkpoint = self._checked(copy, path)
                 self.index.replace(copy, checkpoint)
             finally:
@@ -262,16 +298,21 @@ class Keeper:
 
     # ------------------------------------------------------------ what is done by itself
 
-    def _learn(self) -> None:
-        """Take in what checkpoints of earlier runs keep."""
-        for home in {self._places.home(unit) for unit in self._places.units()}:
+    def _learn(self, units: Iterable[str]) -> None:
+        """Take in what checkpoints of earlier runs keep on units that were not asked yet."""
+        for home in sorted({self._places.home(unit) for unit in units} - self._learned):
             backend = self._places.backend(home)
-            for name in list(backend.list(CHECKPOINTS)):
-                pins = self._pins(backend, f"{CHECKPOINTS}/{name}")
+            names = set(backend.list(CHECKPOINTS))
+            for name in sorted(n for n in names if not n.endswith(_SAVED)):
+                pins = self._pins(backend, name)
                 for unit, paths in (pins.groups if pins is not None else {}).items():
                     self.index.add_pins(name, unit, paths)
+                if pins is not None and f"{name}{_SAVED}" in names:
+                    self.index.confirm(name)
+            self._learned.add(home)
 
-    def _pins(self, backend: Backend, key: str) -> Pins | None:
+    def _pins(self, backend: Backend, name: str) -> Pins | None:
+        key = f"{CHECKPOINTS}/{name}"
         try:
             data = backend.get(key)
         except ObjectMissing:
@@ -279,8 +320,16 @@ class Keeper:
         try:
             pins = msgspec.json.decode(data, type=Pins)
         except msgspec.MsgspecError as error:
-            raise ManifestCorrupt(f"no list of groups: {error}", subject=key) from error
+            raise ManifestCorrupt(
+                f"no list of groups: {error}",
+                subject=key,
+                remedy="delete it, and with it what only that checkpoint keeps",
+            ) from error
         check_schema(pins.schema, PINS_SCHEMA, key)
+        if (pins.store_id, pins.checkpoint) != (self._store_id, name):
+            raise ManifestCorrupt(
+                f"is of checkpoint {pins.checkpoint} of store {pins.store_id!r}", subject=key
+            )
         return pins
 
     def _tend(self, sweep_s: float) -> None:
@@ -308,6 +357,7 @@ class Keeper:
         deleted = self.bury()
         strange: set[str] = set()
         for unit in self._places.units():
+            self._learn([unit])  # one that came later may keep groups of checkpoints
             backend = self._places.backend(unit)
             for path, is_own in self._groups(backend):
                 if is_own and path not in self._strange:
@@ -338,9 +388,20 @@ class Keeper:
         for place in self.index.unneeded():
             try:
                 self._places.backend(place.unit).delete(group_path(place.path))
+            except UnitLost:
+                pass  # and the group with it; if the unit comes back, the sweep meets a stranger
             except TqFsError:
                 _log.warning("%s is deleted later", place.path, exc_info=True)
                 continue
             gone.append(place)
         self.index.forget(gone)
         return len(gone)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is as durable as its device can make it."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

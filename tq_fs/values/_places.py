@@ -179,17 +179,13 @@ class UnitPlaces:
         until = self._clock() + self._full_deadline_s
         pause_s, most_s = _PAUSES_S
         while True:
-            failed: StorageFull | RetryError | UnitLost | None = None
+            failed: StorageFull | RetryError | UnitLost = self._nobody(path)
             for name in self._candidates(path):
                 try:
                     place = self._units.backend(name).publish(path, members, fresh=True)
                     return Place(name, place)
                 except (StorageFull, RetryError, UnitLost) as error:
                     failed = error
-            if failed is None:
-                raise UnitsUnavailable(
-                    "no unit takes it", subject=path, remedy="see tq-fs cluster status"
-                )
             if not isinstance(failed, StorageFull) or self._clock() + pause_s > until:
                 raise failed
             self._sleep(pause_s)
@@ -204,6 +200,12 @@ class UnitPlaces:
     ) -> int | None:
         """Return None: units do not have the index."""
         return None
+
+    def _nobody(self, path: str) -> StorageFull | UnitsUnavailable:
+        """Return what is said where no unit is asked: units that are full take no weight."""
+        if any(u.state == "live" for u in self._units.directory.layout().units):
+            return StorageFull("all units are full", subject=path, remedy="clear samples")
+        return UnitsUnavailable("no unit takes it", subject=path, remedy="see tq-fs cluster status")
 
     def _candidates(self, path: str) -> Iterator[str]:
         directory = self._units.directory
