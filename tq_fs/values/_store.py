@@ -151,6 +151,15 @@ class ValueStore:
         groups = list(cut(self._encoded(indexes, columns)))
         if len(groups) == 1 and (generation := self._put_at_once(partition, groups[0])) is not None:
             return generation
+        return self._prepared(partition, groups)
+
+    def prepare(
+        self, partition: str, indexes: Sequence[int], columns: Mapping[str, Sequence[Any]]
+    ) -> Prepared:
+        """Write values for a :meth:`commit` to come; see :meth:`put`."""
+        return self._prepared(partition, list(cut(self._encoded(indexes, columns))))
+
+    def _prepared(self, partition: str, groups: Sequence[list[NamedValue]]) -> Prepared:
         prepared = Prepared(partition, tuple(self._path() for _ in groups), ())
         try:
             return prepared._replace(groups=self._publish_all(partition, groups, prepared.paths))
