@@ -6,10 +6,12 @@ index that says what a name stands for now (``_index``), and back (``_fetch``).
 
 from tq_fs.values._calls import ValueCalls, ValueClient, serve
 from tq_fs.values._entry import Found, Place, StoredGroup, ValueEntry
-from tq_fs.values._fetch import Column, Joined
+from tq_fs.values._fetch import Column, Joined, Plan, Wanted, named, wanted
 from tq_fs.values._index import ValueIndex
 from tq_fs.values._keeper import Keeper
 from tq_fs.values._places import OnePlace, UnitPlaces, ValuePlaces
+from tq_fs.values._ranges import read_range
+from tq_fs.values._rows import Rows, Run, look
 from tq_fs.values._store import CHECKPOINT_FILE, Prepared, ValueStore
 
 __all__ = [
@@ -20,7 +22,10 @@ __all__ = [
     "Keeper",
     "OnePlace",
     "Place",
+    "Plan",
     "Prepared",
+    "Rows",
+    "Run",
     "StoredGroup",
     "UnitPlaces",
     "ValueCalls",
@@ -29,5 +34,10 @@ __all__ = [
     "ValueIndex",
     "ValuePlaces",
     "ValueStore",
+    "Wanted",
+    "look",
+    "named",
+    "read_range",
     "serve",
+    "wanted",
 ]
