@@ -6,13 +6,13 @@ index that says what a name stands for now (``_index``), and back (``_fetch``).
 
 from tq_fs.values._calls import ValueCalls, ValueClient, serve
 from tq_fs.values._entry import Found, Place, StoredGroup, ValueEntry
-from tq_fs.values._fetch import Column, Joined, Plan, Wanted, named, wanted
+from tq_fs.values._fetch import Column, Joined, Plan, ValueRead, Wanted
 from tq_fs.values._index import ValueIndex
 from tq_fs.values._keeper import Keeper
 from tq_fs.values._places import OnePlace, UnitPlaces, ValuePlaces
 from tq_fs.values._ranges import read_range
 from tq_fs.values._rows import Rows, Run, look
-from tq_fs.values._store import CHECKPOINT_FILE, Prepared, ValueStore
+from tq_fs.values._store import CHECKPOINT_FILE, Prepared, ValueStore, group_path
 
 __all__ = [
     "CHECKPOINT_FILE",
@@ -33,11 +33,11 @@ __all__ = [
     "ValueEntry",
     "ValueIndex",
     "ValuePlaces",
+    "ValueRead",
     "ValueStore",
     "Wanted",
+    "group_path",
     "look",
-    "named",
     "read_range",
     "serve",
-    "wanted",
 ]
