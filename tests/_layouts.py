@@ -120,7 +120,7 @@ class World:
             key = f"step-{self.random.integers(len(self.values))}"
             low, found = rows_of(name, self.values[key][name])
             start = int(self.random.integers(len(found)))
-            length = int(min(self.random.integers(1, 1 + len(found) - start), rows - at))
+            length = min(int(self.random.integers(1, 1 + len(found) - start)), rows - at)
             whole.append(found[start : start + length])
             fragments.append(
                 {
@@ -131,7 +131,7 @@ class World:
                 }
             )
             at += length
-        self.random.shuffle(fragments)  # type: ignore[arg-type]
+        self.random.shuffle(fragments)
         inner = () if name == "logprobs" else (LAYERS, TOPK)
         plain = {
             "logical_field": "full_logprobs" if name == "logprobs" else "routed_experts",

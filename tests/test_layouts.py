@@ -184,6 +184,32 @@ def test_a_value_that_samples_share_is_read_once(plain: Stored) -> None:
     assert plain.backend.nbytes <= once
 
 
+def test_what_micro_batches_share_stays_in_the_cache(tmp_path: Path) -> None:
+    with open_values(tmp_path, cache_bytes=64 << 20) as (values, backend):
+        stored = Stored(values, backend, [])
+        stored.put(0, shared=ids(20_000, 1))
+        for number in range(1, 5):
+            stored.put(number, own=ids(6000, number))
+        shared = stored.ref(0, "shared")
+        samples = [
+            whole_sample(
+                layout(
+                    "routed_experts",
+                    26_001,
+                    (shared, 0, 20_000),
+                    (stored.ref(number, "own"), 0, 6000),
+                )
+            )
+            for number in range(1, 5)
+        ]
+        backend.requests.clear()
+        stored.hydrate(samples, size=1)
+        arrays = [values.find((PARTITION, 100), "shared").entry.arrays]
+        arrays += [values.find((PARTITION, 100 + n), "own").entry.arrays for n in range(1, 5)]
+        assert backend.nbytes <= sum(a.nbytes for some in arrays for a in some)
+        assert 0 < values.reader.cache.used_bytes < 20_050 * LAYERS * TOPK * 4  # nothing else
+
+
 def test_only_the_chunks_of_selected_rows_are_read(plain: Stored) -> None:
     rows = ids(60_000)
     plain.put(0, re=rows, lp=np.zeros(60_001, np.float32))

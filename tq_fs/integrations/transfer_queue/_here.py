@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transfer_queue import interface
-from transfer_queue.metadata import BatchMeta
 
 from tq_fs.errors import InvalidConfig
 from tq_fs.integrations.transfer_queue._bootstrap import NAME
@@ -46,8 +45,12 @@ def indexes_of(client: Any, keys: Sequence[str], partition_id: str) -> dict[str,
         A key was never put, or it was cleared.
     """
     names = list(dict.fromkeys(keys))
-    meta = client._kv_retrieve_meta(keys=names, partition_id=partition_id) if names else None
-    return _indexes(names, meta, partition_id)
+    if not names:
+        return {}
+    found = client._kv_retrieve_meta(keys=names, partition_id=partition_id).global_indexes
+    if len(found) != len(names):  # it leaves out what it does not know
+        raise _gone(names, client._kv_list(partition_id=partition_id), partition_id)
+    return dict(zip(names, found, strict=True))
 
 
 async def async_indexes_of(client: Any, keys: Sequence[str], partition_id: str) -> dict[str, int]:
@@ -56,20 +59,19 @@ async def async_indexes_of(client: Any, keys: Sequence[str], partition_id: str) 
     if not names:
         return {}
     meta = await client.async_kv_retrieve_meta(keys=names, partition_id=partition_id)
-    return _indexes(names, meta, partition_id)
+    if len(meta.global_indexes) != len(names):
+        raise _gone(names, await client.async_kv_list(partition_id=partition_id), partition_id)
+    return dict(zip(names, meta.global_indexes, strict=True))
 
 
-def _indexes(names: Sequence[str], meta: BatchMeta | None, partition_id: str) -> dict[str, int]:
-    found: Sequence[int] = [] if meta is None else meta.global_indexes
-    if len(found) != len(names):  # it leaves out what it does not know
-        raise KeyGone(
-            f"has {len(found)} of the {len(names)} keys",
-            subject=f"partition {partition_id!r}",
-            remedy=f"they were never put, or cleared; asked for {_few(names)}",
-        )
-    return dict(zip(names, found, strict=True))
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} others" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
+def _gone(
+    names: Sequence[str], known: Mapping[str, Mapping[str, Any]] | None, partition_id: str
+) -> KeyGone:
+    there = (known or {}).get(partition_id) or {}
+    missing = [name for name in names if name not in there]
+    more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
+    return KeyGone(
+        "is not there: it was never put, or cleared",
+        subject=f"key {', '.join(map(repr, missing[:3]))}{more} ({partition_id})",
+        remedy="discard the samples that need it",
+    )
