@@ -254,6 +254,19 @@ def test_nothing_is_read_of_removed_samples(plain: Stored) -> None:
     ]
 
 
+def test_nothing_is_looked_up_for_fields_that_are_not_selected(plain: Stored) -> None:
+    plain.put(0, lp=[0.5] * 11)
+    gone = {"store_id": "", "partition": PARTITION, "key": "step-9", "field": "re"}
+    one = whole_sample(
+        layout("routed_experts", 11, (gone, 0, 10)),
+        layout("full_logprobs", 11, (plain.ref(0, "lp"), 0, 11)),
+    )
+    plain.asked.clear()
+    found = plain.hydrate([one], select=Selection(fields=("logprobs",)))
+    assert found["rollout_log_probs"][0].tolist() == [0.5] * 11
+    assert plain.asked == [(["step-0"], PARTITION)]
+
+
 def test_values_of_one_group_are_not_taken_for_each_other(plain: Stored) -> None:
     """A Sample may bring all Steps in fields of its own, which lie in one group."""
     plain.put(0, one=ids(9000, 1), two=ids(9000, 2))
