@@ -280,14 +280,11 @@ def _gone(error: ObjectMissing | StepMissing) -> ValueMissing:
 
 
 def _check_width(ref: Ref, run: Run, spec: FieldSpec) -> None:
+    """Refuse rows of another shape; flat ones, and numbers in one row, take the layout's."""
     assert spec.inner is not None
     have, want = run.inner, spec.inner
-    is_flat = not have and bool(want)  # no rows of its own: they are cut by the layout's width
-    if not is_flat and prod(have) != prod(want):
-        raise WidthChanged(
-            f"has rows of {list(have)} where its layout says {list(want)}", subject=str(ref)
-        )
-    if len(have) > 1 and have != want:
+    is_flat = not have or (len(have) == 1 and have[0] == prod(want))
+    if have != want and not is_flat:
         raise WidthChanged(
             f"has rows of {list(have)} where its layout says {list(want)}", subject=str(ref)
         )
