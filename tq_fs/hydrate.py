@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from tq_fs.fields import LOGPROBS, FieldSpec
 from tq_fs.manifests import Resolved
 from tq_fs.memory import align, mapped_empty
 from tq_fs.plan import Range, field_rows, selection
-from tq_fs.reader import Read, SegmentReader
+from tq_fs.reader import Read
 from tq_fs.trajectory import Sample
 
 if TYPE_CHECKING:
@@ -101,6 +101,16 @@ class Selection:
     tokens: tuple[Range, ...] | TokensOf | None = None
 
 
+class Reader(Protocol):
+    """What gives fields that are not in memory: the SegmentReader, or one of layouts."""
+
+    def resolve(self, refs: Iterable[str]) -> list[Resolved]:
+        """Return what references stand for."""
+
+    def fetch(self, reads: Sequence[Read], *, layers: Range | None = None) -> None:
+        """Fill the destinations of several reads; what they share is read once."""
+
+
 class Hydrator:
     """Turns samples into arrays and tensors. Safe to call from many threads.
 
@@ -112,7 +122,7 @@ class Hydrator:
         Reads what is stored; None where all fields are in memory.
     """
 
-    def __init__(self, specs: Sequence[FieldSpec], reader: SegmentReader | None) -> None:
+    def __init__(self, specs: Sequence[FieldSpec], reader: Reader | None) -> None:
         self._specs = tuple(specs)
         self._reader = reader
 

@@ -195,14 +195,12 @@ def plan_reads(wants: Iterable[Want], layers: Range | None = None) -> list[Array
     arrays: dict[tuple[str, str], _Gathered] = {}
     for want in wants:
         for step, copy in _copies(want):
-            path = want.segment.place(step)
-            found = arrays.get((path, want.field))
+            key = want.segment.place(step), want.segment.array(step, want.field)
+            found = arrays.get(key)
             if found is None:
-                found = arrays[path, want.field] = _Gathered(want.segment, step, [])
+                found = arrays[key] = _Gathered(want.segment, step, want.field, [])
             found.copies.append(copy)
-    return [
-        _array_read(path, field, *gathered, layers) for (path, field), gathered in arrays.items()
-    ]
+    return [_array_read(*key, gathered, layers) for key, gathered in arrays.items()]
 
 
 class _Gathered(NamedTuple):
@@ -210,6 +208,7 @@ class _Gathered(NamedTuple):
 
     segment: Resolved
     step: int
+    field: str
     copies: list[Copy]
 
 
@@ -228,9 +227,8 @@ def _copies(want: Want) -> Iterator[tuple[int, Copy]]:
         at += last - first
 
 
-def _array_read(
-    path: str, field: str, segment: Resolved, step: int, copies: list[Copy], layers: Range | None
-) -> ArrayRead:
+def _array_read(path: str, name: str, gathered: _Gathered, layers: Range | None) -> ArrayRead:
+    segment, step, field, copies = gathered
     entry = segment.steps[step]
     array = entry.fields[field]
     return ArrayRead(
@@ -238,7 +236,7 @@ def _array_read(
         step,
         path,
         entry.unit,
-        segment.array(step, field),
+        name,
         array,
         array.layout,
         layers if array.layered else None,

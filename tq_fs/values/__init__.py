@@ -6,11 +6,13 @@ index that says what a name stands for now (``_index``), and back (``_fetch``).
 
 from tq_fs.values._calls import ValueCalls, ValueClient, serve, serve_notes
 from tq_fs.values._entry import ROOT, Found, Place, StoredGroup, ValueEntry
-from tq_fs.values._fetch import Column, Joined
+from tq_fs.values._fetch import Column, Joined, Plan, ValueRead, Wanted
 from tq_fs.values._index import ValueIndex
 from tq_fs.values._keeper import Keeper
 from tq_fs.values._places import KeeperPlaces, OnePlace, UnitPlaces, ValuePlaces
-from tq_fs.values._store import CHECKPOINT_FILE, Prepared, ValueStore
+from tq_fs.values._ranges import read_range
+from tq_fs.values._rows import Rows, Run, look
+from tq_fs.values._store import CHECKPOINT_FILE, Prepared, ValueStore, group_path
 
 __all__ = [
     "CHECKPOINT_FILE",
@@ -22,7 +24,10 @@ __all__ = [
     "KeeperPlaces",
     "OnePlace",
     "Place",
+    "Plan",
     "Prepared",
+    "Rows",
+    "Run",
     "StoredGroup",
     "UnitPlaces",
     "ValueCalls",
@@ -30,7 +35,12 @@ __all__ = [
     "ValueEntry",
     "ValueIndex",
     "ValuePlaces",
+    "ValueRead",
     "ValueStore",
+    "Wanted",
+    "group_path",
+    "look",
+    "read_range",
     "serve",
     "serve_notes",
 ]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
@@ -174,9 +175,18 @@ class Plan:
         *,
         start: int = 0,
         layers: tuple[int, int] | None = None,
+        memory: str = "",
     ) -> None:
-        """Plan to read rows of one of a value's arrays, from `start` on, into `out`."""
+        """Plan to read rows of one of a value's arrays, from `start` on, into `out`.
+
+        Parameters
+        ----------
+        memory
+            Type of `out`, where that is another than the stored one.
+        """
         array = value.entry.arrays[number]
+        if memory:
+            array = msgspec.structs.replace(array, memory=memory)
         copies = (Copy(start, start + len(out), len(self.outs), 0),)
         self.outs.append(out)
         self.reads.append(

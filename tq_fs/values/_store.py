@@ -334,6 +334,11 @@ class ValueStore:
         """
         return self._find([sample], [field])[0][0]
 
+    @property
+    def store_id(self) -> str:
+        """The store that the values lie in."""
+        return self._ids[0]
+
     def run_each(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """Do something with each of several items, in this thread and in others."""
         futures = [self._pool.submit(work, item) for item in items[1:]]

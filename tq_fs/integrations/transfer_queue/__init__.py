@@ -25,6 +25,13 @@ from tq_fs.integrations.transfer_queue import _version as _version  # first of a
 from tq_fs.integrations.transfer_queue._bootstrap import NAME, bring_up
 from tq_fs.integrations.transfer_queue._client import TqFsStorageClient
 from tq_fs.integrations.transfer_queue._manager import TqFsStorageManager
-from tq_fs.integrations.transfer_queue._ranges import read_range
+from tq_fs.integrations.transfer_queue._ranges import async_read_range, read_range
 
-__all__ = ["NAME", "TqFsStorageClient", "TqFsStorageManager", "bring_up", "read_range"]
+__all__ = [
+    "NAME",
+    "TqFsStorageClient",
+    "TqFsStorageManager",
+    "async_read_range",
+    "bring_up",
+    "read_range",
+]
