@@ -15,18 +15,19 @@ from tensordict import TensorDict
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.managers.base import StorageManager, StorageManagerFactory
 from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
-from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, ZMQServerInfo
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 from tq_fs.errors import InvalidField, ValueMissing
 from tq_fs.integrations.transfer_queue._bootstrap import NAME, connection_of, stop_own
 from tq_fs.integrations.transfer_queue._columns import Parser, batch_of, columns_of, nbytes_of
-from tq_fs.integrations.transfer_queue._puts import Notice, Put, Puts, Schema, Waiter
+from tq_fs.integrations.transfer_queue._puts import Put, Puts, Schema, Waiter
+from tq_fs.integrations.transfer_queue._teller import Teller
 from tq_fs.keeper import ValueConfig, here, open_values
 from tq_fs.values import Prepared, ValueStore
 
 T = TypeVar("T")
 _THREADS = 4  # gets and clears that are under way at a time
-_WRITERS = {"folder": 1, "cluster": 2, "objects": 8}  # one keeps up with a disk
+_WRITERS = {"folder": 2, "cluster": 2, "objects": 8}  # two keep up with a disk
 _SYNCING = 8  # where a put waits for the device, others wait with it
 
 
@@ -71,7 +72,8 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
             self._threads = opened.enter_context(ThreadPoolExecutor(_THREADS, "tq-fs-transfer"))
             super().__init__(controller_info, config, zmq_context=zmq_context)
             threads = _writers(connection.config)
-            self._puts = Puts(self.values, self._notify_loop, self._notify, threads=threads)
+            teller = Teller(controller_info, self.storage_manager_id)
+            self._puts = Puts(self.values, teller, threads=threads)
             opened.callback(self._puts.close)
             self._opened = opened.pop_all()
 
@@ -185,20 +187,6 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    async def _notify(self, notice: Notice) -> None:
-        """Tell the controller; runs in the loop for notices."""
-        message = ZMQMessage.create(
-            request_type=ZMQRequestType.NOTIFY_DATA_UPDATE,
-            sender_id=self.storage_manager_id,
-            body={
-                "partition_id": notice.partition,
-                "global_indexes": notice.indexes,
-                "field_schema": notice.schema,
-                "custom_backend_meta": notice.known,
-            },
-        )
-        await self._notify_and_wait(message.serialize())
 
 
 def _writers(config: ValueConfig) -> int:

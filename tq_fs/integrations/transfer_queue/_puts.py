@@ -11,8 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -96,26 +95,23 @@ class Puts:
     ----------
     values
         Where they go; stays the caller's, as the others do.
-    loop
-        Runs `send`.
-    send
-        Tells the controller; returns once it has acknowledged.
+    tell
+        Tells the controller; returns once it has acknowledged. Called by one thread, which is told
+        to stop by None.
     threads
-        That write small puts: on a local disk one keeps up with the loops that ask, and more would
+        That write small puts: on a local disk two keep up with the loops that ask, and more would
         only take the interpreter from each other.
     """
 
     def __init__(
         self,
         values: ValueStore,
-        loop: asyncio.AbstractEventLoop,
-        send: Callable[[Notice], Awaitable[None]],
+        tell: Callable[[Notice | None], None],
         *,
         threads: int,
     ) -> None:
         self._values = values
-        self._loop = loop
-        self._send = send
+        self._tell = tell
         self._small: SimpleQueue[Put | None] = SimpleQueue()
         self._large: SimpleQueue[Put | None] = SimpleQueue()
         self._changed = threading.Condition()
@@ -186,6 +182,7 @@ class Puts:
                 by_partition.setdefault(one.put.partition, []).append(one)
             for partition, members in by_partition.items():
                 self._commit(partition, members)
+        self._tell(None)
 
     def _next(self) -> list[Written]:
         """Return what is written, together with what will be in a moment."""
@@ -207,17 +204,8 @@ class Puts:
             written = [one for one in written if isinstance(one.done, int)]
             generation = 0
         for notice, some in joined(partition, written, generation):
-            future = asyncio.run_coroutine_threadsafe(self._tell(notice), self._loop)
-            future.add_done_callback(self._ender([one.put for one in some]))
-
-    async def _tell(self, notice: Notice) -> None:
-        await self._send(notice)
-
-    def _ender(self, puts: Sequence[Put]) -> Callable[[Future[None]], None]:
-        def end(done: Future[None]) -> None:
-            self._end(puts, asyncio.CancelledError() if done.cancelled() else done.exception())
-
-        return end
+            self._tell(notice)
+            self._end([one.put for one in some], None)
 
     def _end(self, puts: Sequence[Put], error: BaseException | None) -> None:
         with self._changed:
