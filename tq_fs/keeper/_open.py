@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tq_fs.backends import LocalBackend, Retry
 from tq_fs.cache import ChunkCache
-from tq_fs.channel import ChannelBackend, ChannelServer, Identity, private_socket
+from tq_fs.channel import ChannelBackend, ChannelServer, Identity, Limits, private_socket
 from tq_fs.cluster import StoreCluster, attach
 from tq_fs.config import StoreConfig, folder_of
 from tq_fs.embedded import encode_options, reader_pool, reader_threads, writer_threads
@@ -37,6 +37,7 @@ from tq_fs.values import (
 )
 
 UNIT = "keeper"
+_LANES = 1024  # of all threads of all processes
 _INDEXES = ".values"
 
 
@@ -94,6 +95,11 @@ def open_keeper(
         remote=[f"tcp:{_host(spot.address)}:{port}"] if taken.is_shared else [],
         identity=taken.identity,
         roots=frozenset({ROOT}) if is_folder else frozenset(),
+        limits=Limits(
+            budget_bytes=config.store.inflight_bytes,
+            deadline_s=config.store.inflight_deadline_s,
+            lanes=_LANES,
+        ),
         calls=serve(keeper),
         noted=serve_notes(keeper.put_group) if is_folder else None,
     )
