@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -29,7 +30,7 @@ def test_every_dependency_has_a_tested_version() -> None:
         *project["dependencies"],
         *(d for e in project["optional-dependencies"].values() for d in e),
     ]
-    names = {d.split(">")[0].strip().lower() for d in wanted}
+    names = {re.split("[>=]", d)[0].strip().lower() for d in wanted}
     tested = {
         line.split("==")[0].lower()
         for line in (ROOT / "constraints.txt").read_text().splitlines()

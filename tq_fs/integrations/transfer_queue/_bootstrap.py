@@ -104,6 +104,23 @@ def stop_own(run: str) -> None:
         keeper.stop()
 
 
+def abandon(run: str, error: type[BaseException] | None) -> None:
+    """Where a manager could not be made, undo what TransferQueue has begun in this process.
+
+    It has noted a client that has no backend, and would take it for a whole one from then on; and
+    it would look for the next queue's controller under the number of this one's.
+    """
+    client = getattr(interface, "_TQ_CLIENT", None)
+    if error is None or client is None or getattr(client, "storage_manager", None) is not None:
+        return
+    interface._TQ_CLIENT = None
+    client.close()
+    if run in _running:
+        stop_own(run)
+        _end_controller()
+    interface._TQ_CONTROLLER = None
+
+
 def _end_controller() -> None:
     """End TransferQueue's controller, which this process has just started."""
     controller = getattr(interface, "_TQ_CONTROLLER", None)

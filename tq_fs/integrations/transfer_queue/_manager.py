@@ -18,7 +18,12 @@ from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 from tq_fs.errors import InvalidField, ValueMissing
-from tq_fs.integrations.transfer_queue._bootstrap import NAME, connection_of, stop_own
+from tq_fs.integrations.transfer_queue._bootstrap import (
+    NAME,
+    abandon,
+    connection_of,
+    stop_own,
+)
 from tq_fs.integrations.transfer_queue._columns import Parser, batch_of, columns_of, nbytes_of
 from tq_fs.integrations.transfer_queue._puts import Put, Puts, Schema, Waiter
 from tq_fs.integrations.transfer_queue._teller import Teller
@@ -68,6 +73,7 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
         connection = connection_of(config)
         self._run = connection.run
         with ExitStack() as opened:
+            opened.push(lambda kind, *_: abandon(connection.run, kind))
             self.values: ValueStore = open_values(connection, here().node, opened=opened)
             self._threads = opened.enter_context(ThreadPoolExecutor(_THREADS, "tq-fs-transfer"))
             super().__init__(controller_info, config, zmq_context=zmq_context)
