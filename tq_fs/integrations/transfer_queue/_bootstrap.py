@@ -94,13 +94,20 @@ def connection_of(section: Any) -> Connection:
     return found.connection
 
 
+def take_charge(run: str) -> None:
+    """Let a manager end what this process has started, instead of TransferQueue.
+
+    That knows the backends that it brings, and warns at its end that it cannot close others.
+    """
+    storage = getattr(interface, "_TQ_STORAGE", None)
+    if run in _running and isinstance(storage, dict):
+        storage.pop(NAME, None)
+
+
 def stop_own(run: str) -> None:
     """End what this process has started for a run, if it has; idempotent."""
     keeper = _running.pop(run, None)
     if keeper is not None:
-        storage = getattr(interface, "_TQ_STORAGE", None)
-        if isinstance(storage, dict):
-            storage.pop(NAME, None)
         keeper.stop()
 
 

@@ -23,6 +23,7 @@ from tq_fs.integrations.transfer_queue._bootstrap import (
     abandon,
     connection_of,
     stop_own,
+    take_charge,
 )
 from tq_fs.integrations.transfer_queue._columns import Parser, batch_of, columns_of, nbytes_of
 from tq_fs.integrations.transfer_queue._puts import Put, Puts, Schema, Waiter
@@ -82,6 +83,7 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
             self._puts = Puts(self.values, teller, threads=threads)
             opened.callback(self._puts.close)
             self._opened = opened.pop_all()
+        take_charge(self._run)
 
     # ------------------------------------------------------------ data
 
