@@ -18,7 +18,6 @@ from tq_fs import StoreConfig
 from tq_fs.backends import LocalBackend
 from tq_fs.bench.servers import S3Server
 from tq_fs.cache import ChunkCache
-from tq_fs.channel import ChannelBackend
 from tq_fs.cluster._node_unit import NodeUnit
 from tq_fs.errors import InvalidConfig
 from tq_fs.places import open_objects
@@ -38,16 +37,7 @@ from tq_fs.values import (
 )
 from tq_fs.values._entry import NamedEntry
 
-__all__ = [
-    "Kept",
-    "open_store",
-    "run_child",
-    "same",
-    "same_columns",
-    "spawn_child",
-    "stored_group",
-    "tree",
-]
+__all__ = ["run_child", "same", "spawn_child", "tree"]
 
 STORE = "run"
 _numbers = itertools.count()
@@ -139,8 +129,13 @@ class Kept:
         self.values = open_store(self.keeper, places, opened, run=run, **named)
 
 
-def channel_to(endpoint: str, **named: Any) -> ChannelBackend:
-    return ChannelBackend(endpoint, store_id=STORE, unit="keeper", named=True, **named)
+def keeper_of(opened: ExitStack) -> Keeper:
+    """Return the keeper that was opened, by what the stack will close."""
+    for _, callback in opened._exit_callbacks:  # type: ignore[attr-defined]
+        owner = getattr(getattr(callback, "__wrapped__", None), "__self__", None)
+        if isinstance(owner, Keeper):
+            return owner
+    raise AssertionError("no keeper")
 
 
 # ---------------------------------------------------------------- where values lie

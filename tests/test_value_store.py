@@ -27,6 +27,7 @@ from tests._values import (
     Kept,
     bucket_ground,
     folder_ground,
+    keeper_of,
     run_child,
     same,
     same_columns,
@@ -49,7 +50,7 @@ from tq_fs.errors import (
 )
 from tq_fs.keeper import ValueConfig, open_keeper, open_values
 from tq_fs.keeper._open import Spot
-from tq_fs.values import Joined, Keeper
+from tq_fs.values import Joined
 from tq_fs.values.codec import encode
 
 HERE = Spot("n0", "node", "127.0.0.1")
@@ -714,15 +715,6 @@ def test_a_writer_killed_in_a_put_leaves_nothing_visible_and_is_swept(
 
 def left_of(root: Path, folder: str) -> set[str]:
     return {name for name in tree(root) if name.startswith(f"{folder}/")}
-
-
-def keeper_of(opened: ExitStack) -> Keeper:
-    """Return the keeper that was opened, by what the stack will close."""
-    for _, callback in opened._exit_callbacks:  # type: ignore[attr-defined]
-        owner = getattr(getattr(callback, "__wrapped__", None), "__self__", None)
-        if isinstance(owner, Keeper):
-            return owner
-    raise AssertionError("no keeper")
 
 
 # ---------------------------------------------------------------- helpers

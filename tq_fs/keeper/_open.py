@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import hashlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -73,8 +72,12 @@ def open_keeper(
         Where it lies cannot be used.
     """
     taken = _take(config, spot, again=again, opened=opened)
-    index = ValueIndex(_index_file(taken.indexes, run), config.store.store_id)
+    path = _index_file(taken.indexes, run)
+    index = ValueIndex(path, config.store.store_id)
     opened.callback(index.close)
+    identity = taken.identity
+    if config.kind == "objects":
+        identity = _identity(path.with_name(f"{path.name}-identity"), config.store.store_id)
     keeper = Keeper(
         index,
         taken.places,
@@ -93,7 +96,7 @@ def open_keeper(
         unit=UNIT,
         local=[f"unix:{private_socket(f'{UNIT}/{config.store.store_id}/{run}')}"],
         remote=[f"tcp:{_host(spot.address)}:{port}"] if taken.is_shared else [],
-        identity=taken.identity,
+        identity=identity,
         roots=frozenset({ROOT}) if is_folder else frozenset(),
         limits=Limits(
             budget_bytes=config.store.inflight_bytes,
@@ -113,7 +116,7 @@ def open_keeper(
         node=spot.node,
         local=local,
         remote="".join(remote),
-        identity=taken.identity,
+        identity=identity,
     )
 
 
@@ -132,9 +135,10 @@ def _take(config: ValueConfig, spot: Spot, *, again: bool, opened: ExitStack) ->
     if config.kind == "cluster":
         cluster = attach(store.store_id)
         folders = cluster_folders(store, spot)
+        beside = Path(folders[0]) / component(store.store_id) if folders else None
         return _Taken(
             places=_unit_places(cluster, opened),
-            indexes=_indexes(config, folders[0] if folders else None),
+            indexes=_indexes(config, beside),
             check=lambda: None,  # of two runs the Controller lets one start
             identity=cluster.identity,
             is_shared=True,
@@ -145,9 +149,9 @@ def _take(config: ValueConfig, spot: Spot, *, again: bool, opened: ExitStack) ->
     is_folder = config.kind == "folder"
     return _Taken(
         places=OnePlace(found.steps),
-        indexes=_indexes(config, str(found.folder) if is_folder else None),
+        indexes=_indexes(config, found.folder),
         check=found.fence,
-        identity=None if is_folder else Identity.new(store.store_id),
+        identity=None,
         is_shared=not is_folder,
     )
 
@@ -158,13 +162,24 @@ def cluster_folders(store: StoreConfig, spot: Spot) -> tuple[str, ...]:
     return store.cluster.folders(spot.node_name, spot.node, spot.address)
 
 
-def _indexes(config: ValueConfig, beside: str | None) -> Path:
-    """Return the folder for indexes of a store's runs."""
+def _indexes(config: ValueConfig, beside: Path | None) -> Path:
+    """Return the folder for indexes of a store's runs, which no other store has."""
     if config.index_folder is None and beside is not None:
-        return Path(beside) / _INDEXES
-    temporary = Path(tempfile.gettempdir()) / f"tq-fs-{os.getuid()}"
-    folder = config.index_folder or str(temporary / "indexes")
-    return Path(folder) / component(config.store.store_id)
+        return beside / _INDEXES
+    folder = config.index_folder or private_socket(UNIT).parent / "indexes"
+    store = config.store
+    place = hashlib.sha256((store.url or "").encode()).hexdigest()[:16]
+    return Path(folder) / component(store.store_id) / place
+
+
+def _identity(path: Path, store_id: str) -> Identity:
+    """Return the run's identity: a keeper that is started anew is the one that others know."""
+    if not path.exists():
+        half = path.with_name(f"{path.name}-half")
+        half.unlink(missing_ok=True)
+        Identity.new(store_id).save(half)
+        half.rename(path)
+    return Identity.load(path)
 
 
 def _index_file(folder: Path, run: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -46,11 +47,11 @@ class ValueConfig:
             raise InvalidConfig(
                 f"{self.allow_pickle!r} where true or false belongs", subject="allow_pickle"
             )
-        if not isinstance(self.checkpoints, int) or self.checkpoints < 1:
+        if type(self.checkpoints) is not int or self.checkpoints < 1:
             raise InvalidConfig(
                 f"{self.checkpoints!r} where a number >= 1 belongs", subject="checkpoints"
             )
-        if not isinstance(self.sweep_s, int | float) or self.sweep_s < 0:
+        if type(self.sweep_s) not in (int, float) or not 0 <= self.sweep_s < math.inf:
             raise InvalidConfig(f"{self.sweep_s!r} where a number >= 0 belongs", subject="sweep_s")
         folder = self.index_folder
         if folder is not None and not (isinstance(folder, str) and folder.startswith("/")):

@@ -136,9 +136,13 @@ def _answer(name: str, calls: ValueCalls) -> Callable[[bytes], bytes]:
             asked = decode(body)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ProtocolMismatch(f"no such call: {error}", subject=name) from error
+        arguments = () if asked is None else (asked,)
         if isinstance(asked, msgspec.Struct):
-            return _encode(method(*msgspec.structs.astuple(asked)))
-        return _encode(method() if asked is None else method(asked))
+            arguments = msgspec.structs.astuple(asked)
+        try:
+            return _encode(method(*arguments))
+        except OverflowError as error:
+            raise ProtocolMismatch(f"a number is out of range: {error}", subject=name) from error
 
     return answer
 
