@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,18 @@ def bucket(s3_server: S3Server) -> str:
     name = f"b{uuid.uuid4().hex[:12]}"
     s3_server.make_bucket(name)
     return name
+
+
+@pytest.fixture
+def private_tmp(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """Give a folder for temporary files of the test's own: keepers have their sockets there."""
+    tmp_path_factory.getbasetemp()  # which is made where it is asked for first
+    with tempfile.TemporaryDirectory(prefix="tq") as folder:  # sockets' paths are short
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module", params=DRIVERS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,35 +28,28 @@ from tq_fs.errors import (
 from tq_fs.keeper import Connection, ValueConfig, open_keeper, open_values
 from tq_fs.keeper._open import Spot
 
+pytestmark = pytest.mark.usefixtures("private_tmp")
+
 HERE = Spot("n0", "node-0", "127.0.0.1")
 ELSEWHERE = "n1"
+QUICK = {"sweep_s": 0, "retry_deadline_s": 20}
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> ValueConfig:
     if request.param == "folder":
         return folder_config(tmp_path)
-    request.getfixturevalue("private_tmp")
     return bucket_config(request.getfixturevalue("bucket"))
-
-
-@pytest.fixture
-def private_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give a folder for temporary files that nothing was ever put in."""
-    with tempfile.TemporaryDirectory(prefix="tq") as folder:  # sockets' paths are short
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", None)
-        yield Path(folder)
 
 
 def folder_config(folder: Path, **settings: Any) -> ValueConfig:
     url = (folder / "store").as_uri()
-    return ValueConfig.of({"url": url, "store_id": "run", "sweep_s": 0, **settings})
+    return ValueConfig.of({"url": url, "store_id": "run", **QUICK, **settings})
 
 
 def bucket_config(bucket: str, **settings: Any) -> ValueConfig:
     url = f"s3://{bucket}/p"
-    return ValueConfig.of({"url": url, "store_id": "run", "sweep_s": 0, **settings})
+    return ValueConfig.of({"url": url, "store_id": "run", **QUICK, **settings})
 
 
 def columns(version: int) -> dict[str, list[Any]]:
@@ -254,7 +246,9 @@ def test_calls_wait_for_a_keeper_that_was_killed_and_nothing_is_lost(
         before = [len(versions) for versions in done]
         until(lambda: failed or all(len(v) > n + 3 for v, n in zip(done, before, strict=True)))
 
-    threads = [threading.Thread(target=work, args=item) for item in enumerate(nodes)]
+    threads = [
+        threading.Thread(target=work, args=item, daemon=True) for item in enumerate(nodes)
+    ]  # which would wait for long where this fails
     for thread in threads:
         thread.start()
     for _ in range(3):

@@ -630,6 +630,7 @@ print(json.dumps(model))
 """
 
 
+@pytest.mark.usefixtures("private_tmp")
 def test_processes_agree_with_a_model_through_one_keeper(tmp_path: Path) -> None:
     with ExitStack() as opened:
         config = folder_config(tmp_path / "store")
@@ -685,6 +686,7 @@ with ExitStack() as opened:
 """
 
 
+@pytest.mark.usefixtures("private_tmp")
 @pytest.mark.parametrize(
     ("point", "nth"),
     [("staged", 1), ("members written", 3), ("renamed", 1), ("renamed", 4), ("prepared", 0)],
