@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests._value_parts import chunk, partial
+from tests._value_parts import chunk, cut_chunk, partial
 
 torch = pytest.importorskip("torch")
 Array = npt.NDArray[Any]
@@ -53,6 +53,15 @@ ROUTING: dict[str, Callable[[Random, int], Any]] = {
     "own rows": lambda r, n: chunk(_ids(r, n), n // 3, False, "ndarray"),
     "flat chunks": lambda r, n: partial(r, [7, n // 2, n + 1], "base64", (LAYERS, TOPK))[0],
     "chunks": lambda r, n: partial(r, [n // 2, n // 2 + 3, n + 1], "tensor", (LAYERS, TOPK))[0],
+    "cut chunk": lambda r, n: cut_chunk(np.abs(_ids(r, n)), "uint8"),
+    "cut chunks": lambda r, n: [
+        cut_chunk(_ids(r, 7), "int32", "bytes"),
+        cut_chunk(np.abs(_ids(r, n - 9, 60_000)), "uint16"),
+        cut_chunk(_ids(r, 2)),
+    ],
+    "cut arrays": lambda r, n: [
+        cut_chunk(_ids(r, rows), "int32", "ndarray") for rows in (n // 2, n - n // 2)
+    ],
 }
 
 
@@ -76,9 +85,12 @@ def _of_chunks(chunks: Sequence[dict[str, Any]]) -> tuple[int, Array]:
     for number, one in enumerate(chunks):
         data = one["data"]
         if isinstance(data, str):
-            data = np.frombuffer(base64.b64decode(data), "<i4")
+            data = base64.b64decode(data)
+        if isinstance(data, bytes):
+            data = np.frombuffer(data, np.dtype(one.get("dtype", "int32")).newbyteorder("<"))
         rows = np.asarray(data).astype(np.int32).reshape(-1, LAYERS, TOPK)
-        low = 0 if one["is_first_chunk"] else one["prefix_token_count"] - 1
+        is_whole = "row_count" in one or one["is_first_chunk"]
+        low = 0 if is_whole else one["prefix_token_count"] - 1
         begin = begin if number else low
         found.append(rows[low:])
     return begin, np.concatenate(found)

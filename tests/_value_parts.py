@@ -95,6 +95,16 @@ def chunk(rows: Array, prefix: int, is_first: bool, form: str = "base64") -> dic
     }
 
 
+def cut_chunk(rows: Array, dtype: str = "int32", form: str = "base64") -> dict[str, Any]:
+    """Return rows as a chunk that is cut already."""
+    data: Any = rows.astype(np.dtype(dtype).newbyteorder("<"))
+    if form != "ndarray":
+        data = data.tobytes()
+    if form == "base64":
+        data = base64.b64encode(data).decode()
+    return {"data": data, "row_count": len(rows), "dtype": dtype}
+
+
 def partial(
     random: np.random.Generator, lengths: list[int], form: str, width: tuple[int, ...] = (4, 2)
 ) -> tuple[list[dict[str, Any]], Array]:

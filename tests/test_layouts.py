@@ -13,7 +13,7 @@ import pytest
 
 from tests._layouts import LAYERS, PARTITION, TOPK, Expected, World, selections
 from tests._rollouts import CountingBackend
-from tests._value_parts import chunk, open_values
+from tests._value_parts import chunk, cut_chunk, open_values
 from tq_fs.errors import (
     BudgetTooSmall,
     ChunkCorrupt,
@@ -241,6 +241,28 @@ def test_keys_are_looked_up_once_for_all_samples(plain: Stored) -> None:
     plain.asked.clear()
     plain.hydrate(samples, size=2)
     assert plain.asked == [([f"step-{n}" for n in range(6)], PARTITION)]
+
+
+@pytest.mark.parametrize("form", ["base64", "ndarray"])
+@pytest.mark.parametrize("rows", [60, 60_000])
+def test_rows_of_chunks_that_are_cut_count_from_0(plain: Stored, rows: int, form: str) -> None:
+    """A fragment's ``source_start`` is a row of what the chunks make up one after the other."""
+    whole = ids(rows)
+    one, two = rows // 3, rows // 2
+    pieces = [(whole[:one], "uint8"), (whole[one:two], "int32"), (whole[two:], "uint16")]
+    plain.put(0, re=[cut_chunk(piece, dtype, form) for piece, dtype in pieces])
+    start, length = one - 5, two - one + 9
+    sample = whole_sample(layout("routed_experts", length + 1, (plain.ref(0, "re"), start, length)))
+    plain.backend.requests.clear()
+    found = plain.hydrate([sample], select=Selection(layers=(1, 4)))
+    expected = whole[start : start + length, 1:4]
+    assert found["rollout_routed_experts"][0].numpy().tobytes() == expected.tobytes()
+    if rows == 60_000:
+        assert plain.backend.nbytes < whole.nbytes / 4 / 2  # stored as uint8, in chunks of 64 KiB
+    with pytest.raises(InvalidSegment, match=rf"rows \[1, {rows + 1}\), the value has \[0, {rows}"):
+        plain.hydrate(
+            [whole_sample(layout("routed_experts", rows + 1, (plain.ref(0, "re"), 1, rows)))]
+        )
 
 
 def test_nothing_is_read_of_removed_samples(plain: Stored) -> None:

@@ -34,11 +34,13 @@ from tq_fs.errors import (
 from tq_fs.values.codec import (
     ARRAY_BYTES,
     ArrayForm,
+    ArrayLeaf,
     EncodedValue,
     RoutedChunk,
     chunks_of,
     decode,
     encode,
+    outline,
     restore,
     sole_array,
 )
@@ -568,6 +570,113 @@ def test_base64_with_stray_bits_comes_back_with_them() -> None:
     assert len(chunks_of(encode(chunk(text, prefix=1, output=1)).head)) == 1
 
 
+def cut_chunk(data: Any, dtype: Any = "int32", rows: Any = 7) -> dict[str, Any]:
+    return {"note": "kept", "data": data, "row_count": rows, "dtype": dtype}
+
+
+def raw(ids: Any, dtype: str) -> bytes:
+    data: bytes = ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+    return data
+
+
+def cut_leaf(value: Any) -> ArrayLeaf | None:
+    """Return the rows of a cut chunk, if it became one."""
+    leaf = outline(encode(value).head)["data"]
+    return leaf if isinstance(leaf, ArrayLeaf) and leaf.form.cut else None
+
+
+CUT: dict[str, tuple[Callable[[Any, str], Any], str, tuple[int, ...]]] = {
+    "base64": (lambda ids, t: base64.b64encode(raw(ids, t)).decode(), "base64", (7, 8)),
+    "bytes": (raw, "bytes", (7, 8)),
+    "array": (lambda ids, t: ids.astype(t), "numpy", (7, 4, 2)),
+    "flat array": (lambda ids, t: ids.astype(t).reshape(-1), "numpy", (7, 8)),
+    "tensor": (lambda ids, t: torch.from_numpy(ids.astype(t)), "torch", (7, 4, 2)),
+    "lists": (lambda ids, _: ids.tolist(), "list", (7, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", CUT)
+@pytest.mark.parametrize(
+    ("dtype", "offset", "stored_as"),
+    [
+        ("int32", -1, "int32"), ("int32", 70_000, "int32"), ("int32", 500, "uint16"),
+        ("int32", 200, "uint8"), ("uint16", 2**16 - 56, "uint16"), ("uint16", 0, "uint8"),
+        ("uint8", 200, "uint8"),
+    ],
+)  # fmt: skip
+def test_chunks_that_are_cut_already_become_rows(
+    kind: str, dtype: str, offset: int, stored_as: str
+) -> None:
+    put, memory, shape = CUT[kind]
+    ids = IDS + np.int32(offset)
+    value = cut_chunk(put(ids, dtype), dtype)
+    check(value)
+    leaf = cut_leaf(value)
+    assert leaf is not None
+    assert isinstance(leaf.where, np.ndarray)
+    assert leaf.form.chunk is None
+    assert (leaf.form.shape, leaf.form.dtype) == (shape, stored_as)
+    assert leaf.form.memory == ("list:int" if kind == "lists" else f"{memory}:{dtype}")
+    assert np.array_equal(leaf.where.reshape(7, 4, 2), ids)
+    assert chunks_of(encode(value).head) == []
+
+
+@pytest.mark.parametrize("kind", CUT)
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_large_chunks_that_are_cut_lie_outside(kind: str, dtype: str) -> None:
+    put, _, shape = CUT[kind]
+    ids = np.random.default_rng(1).integers(0, 256, (4000, 8, 4)).astype("<i4")
+    value = cut_chunk(put(ids, dtype), dtype, 4000)
+    encoded = check([value, {"x": value}])
+    assert [form.dtype for form in encoded.forms] == ["uint8", "uint8"]
+    assert encoded.arrays[0].shape == ((4000, 8, 4) if len(shape) == 3 else (4000, 32))
+    assert len(encoded.head) < 1000
+
+
+def test_what_is_no_cut_chunk_stays_as_it_is() -> None:
+    good = base64.b64encode(raw(IDS, "uint16")).decode()
+    assert cut_leaf(cut_chunk(good, "uint16")) is not None
+    odd: list[Any] = [
+        cut_chunk(good, "uint16", 5), cut_chunk(good, "uint16", 0), cut_chunk(good, "uint16", -7),
+        cut_chunk(good, "uint16", 7.0), cut_chunk(good, "uint16", True),
+        cut_chunk(good, "uint16", np.int64(7)), cut_chunk(good, "uint16", 2**80),
+        cut_chunk(good, "uint16", "7"), cut_chunk(good, "uint16", None),
+        cut_chunk(good, "int16"), cut_chunk(good, "float32"), cut_chunk(good, "<u2"),
+        cut_chunk(good, np.dtype("u2")), cut_chunk(good, None), cut_chunk(good, ["uint16"]),
+        cut_chunk(good, torch.uint16),
+        cut_chunk(good[:-4], "uint16"), cut_chunk(good + "\n", "uint16"), cut_chunk("", "uint16"),
+        cut_chunk("é" + good[1:], "uint16"), cut_chunk(bytes(7), "uint16"), cut_chunk(b"", "uint8"),
+        cut_chunk(bytes(7 * 4 - 1)), cut_chunk(bytearray(28)),
+        cut_chunk(IDS[:6]), cut_chunk(IDS.astype("f4")), cut_chunk(IDS + 250, "uint8"),
+        cut_chunk((IDS - 1).tolist(), "uint16"), cut_chunk(IDS > 3), cut_chunk(np.array(3)),
+        cut_chunk(np.frombuffer(raw(IDS, "uint16"), "u1"), "uint16"),
+        cut_chunk([[1], [2, 3]] * 7), cut_chunk([True] * 7), cut_chunk([]), cut_chunk(None),
+        {"data": good, "row_count": 7},
+        {"data": good, "dtype": "uint16"},
+        {**cut_chunk(good, "uint16"), **chunk("no")},
+    ]  # fmt: skip
+    for value in odd:
+        check(value)
+        assert cut_leaf(value) is None
+
+
+def test_base64_of_a_cut_chunk_with_stray_bits_comes_back_with_them() -> None:
+    for text in ("AB==", "AAB="):
+        rows = len(base64.b64decode(text))
+        value = cut_chunk(text, "uint8", rows)
+        check(value)
+        assert cut_leaf(value) is None
+    assert cut_leaf(cut_chunk("AA==", "uint8", 1)) is not None
+
+
+def test_a_chunk_that_says_which_tokens_it_is_of_is_not_read_as_cut() -> None:
+    value = {**chunk(in_base64(IDS)), "row_count": 14, "dtype": "uint16"}
+    check(value)
+    (found,) = chunks_of(encode(value).head)
+    assert found.form.shape == (7, 8)
+    assert cut_leaf(value) is None
+
+
 def test_a_cyclic_list_is_no_chunk() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
@@ -791,6 +900,7 @@ HEADS: dict[str, Any] = {
     "tensor": torch.ones(2, 3, dtype=torch.bfloat16),
     "numbers": [0.5] * 16,
     "chunk": chunk(in_base64(IDS)),
+    "cut chunk": cut_chunk(in_base64(IDS)),
     "objects": np.array([1, "a"], object),
     "scalars": [np.float32(1), np.dtype("i4"), torch.bfloat16, torch.Size([1]), np.str_("a")],
     "jagged": nested(torch.jagged, (3,), (2,)),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from tests._rollouts import CountingBackend
-from tests._value_parts import chunk, open_values, partial, same
+from tests._value_parts import chunk, cut_chunk, open_values, partial, same
 from tq_fs.errors import (
     InvalidField,
     InvalidSelection,
@@ -193,6 +193,75 @@ def test_chunks_of_different_widths_are_refused(
     first = chunk(np.zeros((29, 4, 2), np.int32), 5, True, "ndarray")
     put(values, [first, chunk(np.zeros((39, 5, 2), np.int32), 30, False, "ndarray")])
     with pytest.raises(WidthChanged, match="'f' of sample 3"):
+        read_range(values, SAMPLE, "f")
+
+
+CUTS = {"one": [30], "one, large": [9000], "several": [20, 1, 33], "both": [30, 9000, 10, 9500]}
+
+
+@pytest.mark.parametrize("form", ["base64", "bytes", "ndarray"])
+@pytest.mark.parametrize("dtype", ["int32", "uint16", "uint8"])
+@pytest.mark.parametrize("case", CUTS)
+def test_chunks_that_are_cut_already_are_one_array(
+    store: tuple[ValueStore, CountingBackend], case: str, dtype: str, form: str
+) -> None:
+    values, _ = store
+    random = np.random.default_rng(len(case))
+    most = {"int32": 70_000, "uint16": 60_000, "uint8": 256}[dtype]
+    pieces = [
+        random.integers(0, most if number % 2 else 256, (rows, 4, 2), dtype=np.int32)
+        for number, rows in enumerate(CUTS[case])
+    ]
+    chunks = [cut_chunk(piece, dtype, form) for piece in pieces]
+    put(values, chunks if len(chunks) > 1 else chunks[0])
+    expected = np.concatenate(pieces)
+    if form != "ndarray":
+        expected = expected.reshape(len(expected), -1)
+    same(read_range(values, SAMPLE, "f"), expected)
+    for _ in range(12):
+        start, stop = sorted(random.integers(0, len(expected) + 1, 2).tolist())
+        same(read_range(values, SAMPLE, "f", tokens=(start, stop)), expected[start:stop])
+        if form == "ndarray":
+            low, high = sorted(random.integers(0, 5, 2).tolist())
+            found = read_range(values, SAMPLE, "f", tokens=(start, stop), layers=(low, high))
+            same(found, expected[start:stop, low:high])
+    with pytest.raises(InvalidSelection, match=rf"do not lie in \[0, {len(expected)}\)"):
+        read_range(values, SAMPLE, "f", tokens=(0, len(expected) + 1))
+
+
+def test_of_chunks_that_are_cut_only_what_is_wanted_is_read(
+    store: tuple[ValueStore, CountingBackend],
+) -> None:
+    values, backend = store
+    rows = np.random.default_rng(0).integers(0, 256, (60_100, 8, 4), dtype=np.int32)
+    put(values, [cut_chunk(rows[:60_000]), cut_chunk(rows[60_000:])])
+    backend.requests.clear()
+    found = read_range(values, SAMPLE, "f", tokens=(59_990, 60_050))
+    same(found, rows[59_990:60_050].reshape(60, -1))
+    assert backend.nbytes < rows.nbytes / 4 / 8  # stored as uint8, one chunk of many
+
+
+def test_chunks_that_are_cut_have_one_width(store: tuple[ValueStore, CountingBackend]) -> None:
+    values, _ = store
+    rows = np.zeros((20, 4, 2), np.int32)
+    put(values, [cut_chunk(rows), cut_chunk(rows[:, :3])])
+    with pytest.raises(WidthChanged, match=r"'f' of sample 3 .*chunk 1 has rows of \[6\]"):
+        read_range(values, SAMPLE, "f")
+
+
+@pytest.mark.parametrize("other", ["chunk", "cut badly", "text"])
+def test_chunks_that_are_cut_do_not_mix_with_others(
+    store: tuple[ValueStore, CountingBackend], other: str
+) -> None:
+    values, _ = store
+    rows = np.zeros((20, 4, 2), np.int32)
+    others = {
+        "chunk": chunk(rows, 5, True),
+        "cut badly": {**cut_chunk(rows), "row_count": 19},
+        "text": "text",
+    }
+    put(values, [cut_chunk(rows), others[other]])
+    with pytest.raises(InvalidField, match=r"'f' of sample 3 .*is a list"):
         read_range(values, SAMPLE, "f")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,6 @@ from tq_fs.errors import InvalidField, RowCountMismatch, WidthChanged
 from tq_fs.values._fetch import Source, Wanted, heads_of, named
 from tq_fs.values.codec import ArrayForm, ArrayLeaf, kind_of, outline, restore
 
-CHUNK_KEYS = frozenset({"data", "prefix_token_count", "output_token_count", "is_first_chunk"})
 EXPERTS = "int32"  # of routed experts in memory, however they came
 _ROWS = ("numpy", "torch", "list")
 
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     runs
         Its rows in order, without gaps.
     is_routed
-        Whether it is chunks of routed experts, of which the first row need not be 0.
+        Whether it is chunks of routed experts; the first row need not be 0.
     numbers
         The value itself, where it is a list of numbers so short or mixed that it is no array.
     """
@@ -74,7 +74,7 @@ def look(source: Source, values: Sequence[Wanted]) -> list[Rows]:
     Raises
     ------
     InvalidField
-        A value is no array, no list of numbers and no chunks of routed experts.
+        A value is no array, no list of numbers and no chunks of routed experts (of one kind).
     RowCountMismatch, WidthChanged
         Chunks leave a gap, overlap, or differ in their rows.
     """
@@ -91,8 +91,11 @@ def rows_of(value: Wanted, head: bytes) -> Rows:
     if isinstance(found, list) and {*map(type, found)} <= {int, float}:
         return Rows(value, (), numbers=found)
     chunks = found if isinstance(found, list) else [found]
-    if chunks and all(map(_is_chunk, chunks)):
-        return Rows(value, _routed([chunk["data"] for chunk in chunks], subject), is_routed=True)
+    leaves = [leaf for chunk in chunks if (leaf := _chunk_leaf(chunk)) is not None]
+    if leaves and len(leaves) == len(chunks) and len({leaf.form.cut for leaf in leaves}) == 1:
+        runs = _cut(leaves) if leaves[0].form.cut else _routed(leaves, subject)
+        _check_widths(runs, subject)
+        return Rows(value, runs, is_routed=True)
     raise InvalidField(f"is a {kind_of(found)}, which has no rows", subject=subject, remedy=_WHOLE)
 
 
@@ -116,9 +119,17 @@ def axes(form: ArrayForm) -> int:
     return int(np.ndim(restore(form, np.empty((0, *form.shape[1:]), form.dtype))))
 
 
-def _is_chunk(item: Any) -> bool:
-    data = item.get("data") if isinstance(item, dict) and item.keys() >= CHUNK_KEYS else None
-    return isinstance(data, ArrayLeaf) and data.form.chunk is not None
+def _chunk_leaf(item: Any) -> ArrayLeaf | None:
+    """Return the rows of a chunk of routed experts; None for anything else."""
+    data = item.get("data") if isinstance(item, dict) else None
+    is_chunk = isinstance(data, ArrayLeaf) and (data.form.chunk is not None or data.form.cut)
+    return data if is_chunk else None
+
+
+def _cut(leaves: Sequence[ArrayLeaf]) -> tuple[Run, ...]:
+    """Return the rows of chunks that are cut already: one after the other, counted from 0."""
+    ends = list(accumulate(leaf.form.shape[0] for leaf in leaves))
+    return tuple(map(Run, leaves, [0, *ends], ends))
 
 
 def _routed(leaves: Sequence[ArrayLeaf], subject: str) -> tuple[Run, ...]:
@@ -139,11 +150,15 @@ def _routed(leaves: Sequence[ArrayLeaf], subject: str) -> tuple[Run, ...]:
                 subject=subject,
                 remedy="put the chunks of one generation, in their order",
             )
-        if runs and leaf.form.shape[1:] != runs[0].inner:
+        runs.append(Run(leaf, low, chunk.rows, low))
+    return tuple(runs)
+
+
+def _check_widths(runs: Sequence[Run], subject: str) -> None:
+    for number, run in enumerate(runs):
+        if run.inner != runs[0].inner:
             raise WidthChanged(
-                f"chunk {number} has rows of {list(leaf.form.shape[1:])}, the first one of "
+                f"chunk {number} has rows of {list(run.inner)}, the first one of "
                 f"{list(runs[0].inner)}",
                 subject=subject,
             )
-        runs.append(Run(leaf, low, chunk.rows, low))
-    return tuple(runs)

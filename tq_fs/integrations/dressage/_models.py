@@ -51,7 +51,8 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     ref
         The value.
     source_start
-        Its first row: of an array, or, where it is chunks of routed experts, of the sequence.
+        Its first row: of an array; of the sequence, where it is chunks of routed experts; or of
+        chunks that are cut already (with ``row_count``), one after the other.
     target_start
         The layout's row that this becomes.
     length

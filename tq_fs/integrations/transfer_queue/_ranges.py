@@ -34,7 +34,8 @@ def read_range(
     tokens
         Half-open range of rows, the first axis; None for all. Of chunks of routed experts they are
         rows of the whole sequence: a generation that was continued has none before its
-        ``prefix_token_count - 1``.
+        ``prefix_token_count - 1``. Rows of chunks that are cut already (with ``row_count``) count
+        from 0.
     layers
         Half-open range of the second axis; None for all.
 
@@ -50,7 +51,7 @@ def read_range(
     InvalidSelection
         A range lies outside of the value.
     InvalidField
-        The value is no array, no list of numbers and no chunks of routed experts.
+        The value is no array, no list of numbers and no chunks of routed experts (of one kind).
     RowCountMismatch, WidthChanged
         The chunks of a partial rollout leave a gap, overlap, or differ in their rows.
     ChunkCorrupt, ObjectShort, UnitLost

@@ -15,7 +15,7 @@ from tq_fs.values.codec._builder import Builder, Refused, check_depth, mark
 from tq_fs.values.codec._foreign import foreign, ndarray
 from tq_fs.values.codec._forms import ARRAY_BYTES, Array, ArrayForm
 from tq_fs.values.codec._head import Leaf, Mark, seal, sole_head
-from tq_fs.values.codec._numbers import CHUNK_KEYS, chunk_part, list_part
+from tq_fs.values.codec._numbers import chunk_part, list_part
 
 _PATH_CHARACTERS = 60
 
@@ -133,7 +133,7 @@ def _frozenset(builder: Builder, value: frozenset[Any], depth: int) -> list[Any]
 
 def _dict(builder: Builder, value: dict[Any, Any], depth: int) -> Any:
     check_depth(depth)
-    chunk = chunk_part(value) if value.keys() >= CHUNK_KEYS else None
+    chunk = chunk_part(value) if "data" in value else None
     nodes: list[Any] = []
     key: Any = None
     try:

@@ -65,6 +65,9 @@ class ArrayForm(msgspec.Struct, frozen=True, omit_defaults=True):
         One-dimensional in memory, stored as rows.
     chunk
         Set where it is the ``data`` of a chunk of routed experts; its rows are the first axis.
+    cut
+        Set where it is the ``data`` of a chunk that was cut already and says of itself only how
+        many rows it has: the first axis.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +76,7 @@ class ArrayForm(msgspec.Struct, frozen=True, omit_defaults=True):
     narrowed: bool = False
     flat: bool = False
     chunk: RoutedChunk | None = None
+    cut: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -205,6 +205,8 @@ def _form(forms: tuple[ArrayForm, ...], code: int, data: memoryview) -> ArrayFor
 def chunks_of(head: bytes | memoryview, *, subject: str = "") -> list[ChunkArray]:
     """Return the chunks of routed experts in a value, in its order, without its arrays.
 
+    Those that are cut already are not among them: they do not say which tokens they are of.
+
     Raises
     ------
     FormatTooNew, ManifestCorrupt

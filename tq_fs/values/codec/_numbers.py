@@ -13,6 +13,7 @@ from tq_fs.values.codec._forms import Array, ArrayForm, Part, RoutedChunk, dtype
 
 FEW_NUMBERS = 16
 CHUNK_KEYS = frozenset({"data", "prefix_token_count", "output_token_count", "is_first_chunk"})
+CUT_KEYS = frozenset({"data", "row_count", "dtype"})
 
 _INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64")
 _EXPERTS = ("uint8", "uint16", "int32")
@@ -69,24 +70,40 @@ def chunk_part(value: dict[Any, Any]) -> Part | None:
     SGLang sends ``routed_experts`` as base64 of little-endian ``int32``, row-major ``[prefix +
     output - 1, layers, topk]``, without layers and topk: a row has as many ids as come out even.
     ``data`` may also be bytes, an integer array or tensor, or nested lists of ints.
+
+    Dressage, as forked at ``HaoDong0027/Dressage@2fcdcae``, puts chunks that are cut already: they
+    have `CUT_KEYS`, their ids are of the ``dtype`` they name, and their rows are ``row_count``.
     """
-    chunk = _chunk(value)
-    if chunk is None:
+    if value.keys() >= CHUNK_KEYS:
+        chunk = _chunk(value)
+        return None if chunk is None else _rows_part(value["data"], chunk.rows, "int32", chunk)
+    return _cut_part(value) if value.keys() >= CUT_KEYS else None
+
+
+def _cut_part(value: dict[Any, Any]) -> Part | None:
+    rows, dtype = value["row_count"], value["dtype"]
+    if type(rows) is not int or rows <= 0 or type(dtype) is not str or dtype not in _EXPERTS:
         return None
-    found = _experts(value["data"])
+    return _rows_part(value["data"], rows, dtype, None)
+
+
+def _rows_part(data: Any, rows: int, dtype: str, chunk: RoutedChunk | None) -> Part | None:
+    """Return ids as rows; None where they are none, or not the ``dtype`` that a cut chunk names."""
+    found = _experts(data, dtype)
     if found is None:
         return None
     memory, ids = found
-    flat = ids.ndim == 1
-    if ids.size == 0 or (ids.size % chunk.rows if flat else len(ids) != chunk.rows):
+    flat, cut = ids.ndim == 1, chunk is None
+    if ids.size == 0 or (ids.size % rows if flat else len(ids) != rows):
         return None
-    name = _narrowest(ids, _EXPERTS)
+    if cut and ids.itemsize < np.dtype(dtype).itemsize:
+        return None  # bytes of ids, maybe
+    name = _narrowest(ids, _EXPERTS[: _EXPERTS.index(dtype) + 1])
     if name is None:
         return None
-    rows = ids.reshape(chunk.rows, -1) if flat else ids
-    stored = np.ascontiguousarray(rows, np.dtype(name))
+    stored = np.ascontiguousarray(ids.reshape(rows, -1) if flat else ids, np.dtype(name))
     narrowed = name != memory.partition(":")[2]
-    form = ArrayForm(stored.shape, name, memory, narrowed=narrowed, flat=flat, chunk=chunk)
+    form = ArrayForm(stored.shape, name, memory, narrowed=narrowed, flat=flat, chunk=chunk, cut=cut)
     return Part(form, stored)
 
 
@@ -100,11 +117,14 @@ def _chunk(value: dict[Any, Any]) -> RoutedChunk | None:
     return RoutedChunk(prefix, output, first)
 
 
-def _experts(data: Any) -> tuple[str, Array] | None:
-    """Return how ids are in memory, and the ids; None where they are no integers."""
+def _experts(data: Any, dtype: str) -> tuple[str, Array] | None:
+    """Return how ids are in memory, and the ids; None where they are no integers.
+
+    `dtype` is what they are in bytes and base64.
+    """
     kind = type(data)
     if kind is str or kind is bytes:
-        return _from_bytes(data)
+        return _from_bytes(data, dtype)
     if kind is list:
         nested = _from_lists(data)
         return None if nested is None else ("list:int", nested)
@@ -114,10 +134,10 @@ def _experts(data: Any) -> tuple[str, Array] | None:
     return _from_tensor(data) if torch is not None and kind is torch.Tensor else None
 
 
-def _from_bytes(data: str | bytes) -> tuple[str, Array] | None:
-    memory = "bytes:int32"
+def _from_bytes(data: str | bytes, dtype: str) -> tuple[str, Array] | None:
+    memory = f"bytes:{dtype}"
     if isinstance(data, str):
-        memory = "base64:int32"
+        memory = f"base64:{dtype}"
         try:
             raw = base64.b64decode(data, validate=True)
         except ValueError:
@@ -125,7 +145,8 @@ def _from_bytes(data: str | bytes) -> tuple[str, Array] | None:
         if not data.isascii() or base64.b64encode(raw) != data.encode("ascii"):
             return None
         data = raw
-    return None if len(data) % 4 else (memory, np.frombuffer(data, np.dtype("<i4")))
+    little = np.dtype(dtype).newbyteorder("<")
+    return None if len(data) % little.itemsize else (memory, np.frombuffer(data, little))
 
 
 def _from_array(data: Array) -> tuple[str, Array] | None:
