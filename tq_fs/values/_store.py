@@ -20,6 +20,7 @@ from tq_fs.errors import (
     RetryError,
     StepMissing,
     TqFsError,
+    UnitLost,
     ValueMissing,
 )
 from tq_fs.keys import component
@@ -412,6 +413,8 @@ class ValueStore:
     def _bury(self, place: Place) -> bool:
         try:
             self.places.backend(place.unit).delete(group_path(place.path))
+        except UnitLost:
+            return True  # it went with its unit
         except TqFsError:
             _log.warning("%s is left to the sweep", place.path, exc_info=True)
             return False
