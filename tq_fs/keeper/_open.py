@@ -139,7 +139,7 @@ def _take(config: ValueConfig, spot: Spot, *, again: bool, opened: ExitStack) ->
         return _Taken(
             places=_unit_places(cluster, opened),
             indexes=_indexes(config, beside),
-            check=lambda: None,  # of two runs the Controller lets one start
+            check=lambda: None,  # of two runs one has the keeper's name
             identity=cluster.identity,
             is_shared=True,
         )

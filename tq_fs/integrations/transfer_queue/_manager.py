@@ -52,7 +52,7 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
     config
         ``backend.TqFs`` as :func:`~tq_fs.integrations.transfer_queue.bring_up` has left it.
     zmq_context
-        The client's; borrowed for notices to the controller.
+        The client's; TransferQueue's own part of a manager borrows it.
 
     Attributes
     ----------
@@ -92,6 +92,9 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
     ) -> None:
         """Store the fields of samples, all or none, and tell the controller that they are there.
 
+        A put that is cancelled is carried out, and has ended when its caller hears of that: what it
+        puts afterwards comes later.
+
         Raises
         ------
         ValueUnsupported, InvalidField
@@ -105,7 +108,10 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
         write = functools.partial(self._write, data, metadata, data_parser)
         partition = metadata.partition_ids[0]
         self._puts.ask(Put(partition, write, metadata.global_indexes, nbytes_of(data), waiter))
-        await waiter.future
+        generation = await waiter.end()
+        known = dict.fromkeys(map(str, data.keys()), generation)
+        for noted in metadata._custom_backend_meta:  # so that a clear by it means these samples
+            noted.update(known)
 
     def _write(
         self, data: TensorDict, metadata: BatchMeta, parser: Parser | None

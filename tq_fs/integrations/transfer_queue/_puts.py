@@ -33,7 +33,23 @@ class Waiter:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[None] = self.loop.create_future()
+        self.future: asyncio.Future[int] = self.loop.create_future()  # of the generation
+
+    async def end(self) -> int:
+        """Return the generation once the put has ended; also where that is no longer wanted.
+
+        Raises
+        ------
+        CancelledError
+            Who waits was cancelled; the put has ended all the same.
+        """
+        try:
+            return await asyncio.shield(self.future)
+        except asyncio.CancelledError:
+            await asyncio.wait([self.future])
+            if error := self.future.exception():
+                _log.warning("a put that was cancelled has failed", exc_info=error)
+            raise
 
 
 class Put(NamedTuple):
@@ -166,7 +182,7 @@ class Puts:
             try:
                 written = Written(put, *put.write())
             except BaseException as error:  # the thread lives on; who waits is told
-                self._end([put], error)
+                self._fail([put], error)
                 continue
             with self._changed:
                 self._written.append(written)
@@ -200,39 +216,39 @@ class Puts:
         try:
             generation = self._values.commit(partition, prepared)
         except BaseException as error:  # as above
-            self._end([one.put for one in written if isinstance(one.done, Prepared)], error)
+            self._fail([one.put for one in written if isinstance(one.done, Prepared)], error)
             written = [one for one in written if isinstance(one.done, int)]
             generation = 0
         for notice, some in joined(partition, written, generation):
             self._tell(notice)
-            self._end([one.put for one in some], None)
+            done = [one.done if isinstance(one.done, int) else generation for one in some]
+            self._end([one.put for one in some], done)
 
-    def _end(self, puts: Sequence[Put], error: BaseException | None) -> None:
+    def _fail(self, puts: Sequence[Put], error: BaseException) -> None:
+        self._end(puts, [error] * len(puts))
+
+    def _end(self, puts: Sequence[Put], results: Sequence[int | BaseException]) -> None:
+        """Wake up who waits, each event loop once."""
         with self._changed:
             self._outstanding -= len(puts)
-        _wake([put.waiter for put in puts], error)
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, int | BaseException]]] = {}
+        for put, result in zip(puts, results, strict=True):
+            loops.setdefault(put.waiter.loop, []).append((put.waiter, result))
+        for loop, some in loops.items():
+            try:
+                loop.call_soon_threadsafe(_wake, some)
+            except RuntimeError:  # the loop was closed: nobody waits any more
+                _log.info("%d puts ended after their event loop", len(some))
 
 
-def _wake(waiters: Iterable[Waiter], error: BaseException | None) -> None:
-    """Wake up who waits, each event loop once."""
-    loops: dict[asyncio.AbstractEventLoop, list[Waiter]] = {}
-    for waiter in waiters:
-        loops.setdefault(waiter.loop, []).append(waiter)
-    for loop, some in loops.items():
-        try:
-            loop.call_soon_threadsafe(_set, some, error)
-        except RuntimeError:  # the loop was closed: nobody waits any more
-            _log.info("%d puts ended after their event loop", len(some))
-
-
-def _set(waiters: Iterable[Waiter], error: BaseException | None) -> None:
-    for waiter in waiters:
+def _wake(ended: Iterable[tuple[Waiter, int | BaseException]]) -> None:
+    for waiter, result in ended:
         if waiter.future.done():
-            continue  # cancelled
-        if error is None:
-            waiter.future.set_result(None)
+            continue  # who waits was cancelled twice
+        if isinstance(result, int):
+            waiter.future.set_result(result)
         else:
-            waiter.future.set_exception(error)
+            waiter.future.set_exception(result)
 
 
 # ---------------------------------------------------------------- notices
