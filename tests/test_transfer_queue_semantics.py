@@ -172,6 +172,9 @@ def test_puts_of_many_at_once_are_all_there_whatever_their_shapes(folder: Path) 
         numbers = range(partition, 24, 2)
         got = tq.kv_batch_get([f"k{n}" for n in numbers], f"p{partition}")
         assert got["n"].tolist() == list(numbers)
+        meta = tq.get_client().kv_retrieve_meta([f"k{n}" for n in numbers], f"p{partition}")
+        told = [tuple(shape) for shape in meta.get_shapes("x")]
+        assert told == [tuple(fields(n)["x"].shape) for n in numbers]
         for number, found in zip(numbers, rows(got, "x"), strict=True):
             assert found.equal(fields(number)["x"])
 
