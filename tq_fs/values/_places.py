@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tq_fs.backends import Backend, Buffer, Readable
 from tq_fs.channel import ChannelBackend
@@ -26,17 +26,6 @@ class ValuePlaces(Protocol):
     def publish(self, path: str, members: Mapping[str, Sequence[Buffer]]) -> Place:
         """Make a group readable, whole or not at all; its path was never used."""
 
-    def put(
-        self, partition: str, path: str, members: Mapping[str, Sequence[Buffer]], note: Note
-    ) -> int | None:
-        """Make a group readable and let names stand for its values, in one request.
-
-        Returns
-        -------
-        int or None
-            The generation; None where that cannot be done in one, and nothing was done.
-        """
-
     def units(self) -> Sequence[str]:
         """Return the units that can be asked; one without a name where there are none."""
 
@@ -45,6 +34,22 @@ class ValuePlaces(Protocol):
 
     def backend(self, unit: str) -> Backend:
         """Return the way to a unit."""
+
+
+@runtime_checkable
+class AtOnce(Protocol):
+    """Places of which one also has the index."""
+
+    def put(
+        self, partition: str, path: str, members: Mapping[str, Sequence[Buffer]], note: Note
+    ) -> int:
+        """Make a group readable and let names stand for its values, in one request.
+
+        Returns
+        -------
+        int
+            The generation.
+        """
 
 
 class OnePlace(dict[str, Readable]):
@@ -68,16 +73,6 @@ class OnePlace(dict[str, Readable]):
     def publish(self, path: str, members: Mapping[str, Sequence[Buffer]]) -> Place:
         """Make a group readable; see the protocol."""
         return Place("", self._backend.publish(path, members, fresh=True))
-
-    def put(
-        self,
-        partition: str,  # noqa: ARG002
-        path: str,  # noqa: ARG002
-        members: Mapping[str, Sequence[Buffer]],  # noqa: ARG002
-        note: Note,  # noqa: ARG002
-    ) -> int | None:
-        """Return None: the index is elsewhere."""
-        return None
 
     def units(self) -> Sequence[str]:
         """Return the only one, without a name."""
@@ -119,8 +114,8 @@ class KeeperPlaces(dict[str, Readable]):
 
     def put(
         self, partition: str, path: str, members: Mapping[str, Sequence[Buffer]], note: Note
-    ) -> int | None:
-        """Make a group readable and let names stand for its values; see the protocol."""
+    ) -> int:
+        """Make a group readable and let names stand for its values; see :class:`AtOnce`."""
         asked = encode_note(partition, note)
         _, answer = self._keeper.publish_noted(path, members, asked, fresh=True)
         return decode_noted(answer)
@@ -190,16 +185,6 @@ class UnitPlaces:
                 raise failed
             self._sleep(pause_s)
             pause_s = min(2 * pause_s, most_s)
-
-    def put(
-        self,
-        partition: str,  # noqa: ARG002
-        path: str,  # noqa: ARG002
-        members: Mapping[str, Sequence[Buffer]],  # noqa: ARG002
-        note: Note,  # noqa: ARG002
-    ) -> int | None:
-        """Return None: units do not have the index."""
-        return None
 
     def _nobody(self, path: str) -> StorageFull | UnitsUnavailable:
         """Return what is said where no unit is asked: units that are full take no weight."""

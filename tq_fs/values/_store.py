@@ -30,7 +30,7 @@ from tq_fs.values._calls import Note, Sample, ValueCalls
 from tq_fs.values._entry import ROOT, Found, Place, StoredGroup
 from tq_fs.values._fetch import Column, fetch
 from tq_fs.values._group import Group, NamedValue, cut, encode_group
-from tq_fs.values._places import ValuePlaces
+from tq_fs.values._places import AtOnce, ValuePlaces
 from tq_fs.values.codec import encode
 
 CHECKPOINT_FILE = "tq_fs_values.sqlite"
@@ -99,6 +99,7 @@ class ValueStore:
     ) -> None:
         self.calls = calls
         self.places = places
+        self._at_once = places if isinstance(places, AtOnce) else None
         self.reader = reader
         self.allow_pickle = allow_pickle
         self._ids = store_id, run
@@ -150,8 +151,8 @@ class ValueStore:
         See :meth:`put`. Returns the generation, or what is to be committed.
         """
         groups = list(cut(self._encoded(indexes, columns)))
-        if len(groups) == 1 and (generation := self._put_at_once(partition, groups[0])) is not None:
-            return generation
+        if len(groups) == 1 and self._at_once is not None:
+            return self._put(self._at_once, partition, groups[0])
         return self._prepared(partition, groups)
 
     def prepare(
@@ -168,13 +169,12 @@ class ValueStore:
             self.withdraw(prepared)
             raise
 
-    def _put_at_once(self, partition: str, values: list[NamedValue]) -> int | None:
+    def _put(self, places: AtOnce, partition: str, values: list[NamedValue]) -> int:
         scratch = self._scratch()
-        path = self._path()
         try:
             group = encode_group(*self._ids, partition, values, self._options, scratch)
             note = Note(group.nbytes, group.values)
-            return self.places.put(partition, path, group.members, note)
+            return places.put(partition, self._path(), group.members, note)
         finally:
             scratch.reset()
 
