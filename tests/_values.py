@@ -114,7 +114,7 @@ class Kept:
         self.places = places
         self.index = ValueIndex(folder / f"{run}.sqlite", STORE)
         opened.callback(self.index.close)
-        clock = {} if now_ns is None else {"now_ns": now_ns}
+        clock: dict[str, Any] = {} if now_ns is None else {"now_ns": now_ns}
         self.keeper = Keeper(
             self.index,
             places,

@@ -334,7 +334,7 @@ class Indexing(RuleBasedStateMachine):
     @rule(name=checkpoints)
     def replace(self, name: str) -> None:
         values, births = self.saved[name]
-        if {place for place, _ in values.values()} - self.model.groups:
+        if {place for place, _ in values.values()} - self.model.pins.get(name, set()):
             with pytest.raises(CheckpointMissing):
                 self.index.replace(self.folder / name, name)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from contextlib import ExitStack
 from typing import Any
@@ -12,12 +13,13 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tq_fs.cluster import StoreCluster, start
-from tq_fs.errors import FatalError, StoreBusy, TqFsError, UnitsUnavailable
+from tq_fs.errors import StoreBusy, TqFsError, UnitsUnavailable
 from tq_fs.keeper._open import Spot, open_keeper
 from tq_fs.keeper._settings import Connection, ValueConfig
 
 NAMESPACE = "tq-fs"
 _START_S = 180.0
+_AGAIN_S = 1.0
 _STOP_S = 300.0
 _THREADS = 4
 
@@ -38,17 +40,20 @@ class KeeperActor:
     def __init__(self, config: ValueConfig, run: str) -> None:
         self._opened = ExitStack()
         self._connection: Connection | None = None
-        self._failed: TqFsError | None = None
-        try:
-            self._connection = open_keeper(
-                config, run, here(), again=_is_restarted(), opened=self._opened
-            )
-        except TqFsError as error:
-            self._opened.close()
-            if _is_restarted() and not isinstance(error, FatalError):
-                raise  # Ray tries again
-            _log.exception("the values of run %s cannot be kept", run)
-            self._failed = error
+        self._failed: Exception | None = None
+        again = _is_restarted()
+        while self._connection is None and self._failed is None:
+            try:
+                self._connection = open_keeper(
+                    config, run, here(), again=again, opened=self._opened
+                )
+            except Exception as error:  # told to whoever calls
+                self._opened.close()
+                _log.exception("the values of run %s cannot be kept", run)
+                if again:  # nobody else would try; its port may not be free yet
+                    time.sleep(_AGAIN_S)
+                else:
+                    self._failed = error
 
     def connection(self) -> Connection:
         """Return how it is reached; or raise why it could not begin."""
@@ -117,6 +122,8 @@ class RunningKeeper:
                 ray.get(handle.stop.remote(), timeout=_STOP_S)
             except RayActorError:
                 _log.info("the keeper was gone already")
+            except RayError:  # what it has not let go of goes with its process
+                _log.warning("the keeper did not end by itself", exc_info=True)
             finally:
                 ray.kill(handle)
                 self._handle = None

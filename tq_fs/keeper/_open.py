@@ -36,6 +36,7 @@ from tq_fs.values import (
 )
 
 UNIT = "keeper"
+_GRACE_S = 600.0  # for a put of many groups, and for clocks that differ
 _LANES = 1024  # of all threads of all processes
 _INDEXES = ".values"
 
@@ -86,6 +87,7 @@ def open_keeper(
         checkpoints=config.checkpoints,
         sweep_s=config.sweep_s,
         check=taken.check,
+        grace_s=_GRACE_S + 2 * config.store.retry_deadline_s,
     )
     opened.callback(keeper.close)
     port = index.meta("port") or "0"  # the one that other processes know

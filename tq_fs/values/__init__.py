@@ -5,14 +5,14 @@ index that says what a name stands for now (``_index``), and back (``_fetch``).
 """
 
 from tq_fs.values._calls import ValueCalls, ValueClient, serve, serve_notes
-from tq_fs.values._entry import ROOT, Found, Place, StoredGroup, ValueEntry
+from tq_fs.values._entry import ROOT, Found, Place, StoredGroup, ValueEntry, group_path
 from tq_fs.values._fetch import Column, Joined, Plan, ValueRead, Wanted
 from tq_fs.values._index import ValueIndex
 from tq_fs.values._keeper import Keeper
 from tq_fs.values._places import KeeperPlaces, OnePlace, UnitPlaces, ValuePlaces
 from tq_fs.values._ranges import read_range
 from tq_fs.values._rows import Rows, Run, look
-from tq_fs.values._store import CHECKPOINT_FILE, Prepared, ValueStore, group_path
+from tq_fs.values._store import CHECKPOINT_FILE, Prepared, ValueStore
 
 __all__ = [
     "CHECKPOINT_FILE",

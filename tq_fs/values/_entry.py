@@ -11,6 +11,7 @@ from tq_fs.steps import ArrayEntry
 VALUES_SCHEMA = "tq-fs/values/1"
 ROOT = "values"
 SMALL = "small"
+DEEP = 4  # components of a group's path: root, run, shard, group; below may be an attempt
 
 
 class Place(NamedTuple):
@@ -98,3 +99,8 @@ class Found(NamedTuple):
     entry: ValueEntry
     place: Place
     generation: int
+
+
+def group_path(path: str) -> str:
+    """Return a group's path without that of an attempt to write it."""
+    return "/".join(path.split("/")[:DEEP])

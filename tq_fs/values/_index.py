@@ -19,12 +19,13 @@ from tq_fs.errors import (
     CheckpointMissing,
     FormatTooNew,
     ManifestCorrupt,
+    ObjectMissing,
     StorageFailed,
     StorageFull,
     TqFsError,
     WrongStore,
 )
-from tq_fs.values._entry import Found, Place, StoredGroup, ValueEntry
+from tq_fs.values._entry import Found, Place, StoredGroup, ValueEntry, group_path
 
 VERSION = 1
 _SCHEMA = """
@@ -95,6 +96,7 @@ class ValueIndex:
         self._lock = threading.RLock()
         self._partitions: dict[str, int] = {}
         self._put: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._barred: OrderedDict[str, None] = OrderedDict()
         with self._mapped():
             self._db = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, uri=True
@@ -133,10 +135,22 @@ class ValueIndex:
             The generation. That of a repeated call is the first one's.
         list of Place
             Groups that nobody needs any more since this call.
+
+        Raises
+        ------
+        ObjectMissing
+            A group was swept meanwhile; nothing has changed.
         """
         if not groups:
             return self._generation, []
         with self._lock:
+            for group in groups:
+                if group_path(group.path) in self._barred:
+                    raise ObjectMissing(
+                        "was swept before its names were told",
+                        subject=group.path,
+                        remedy="put it again",
+                    )
             return self._put_new(partition, groups)
 
     def _put_new(self, partition: str, groups: Sequence[StoredGroup]) -> tuple[int, list[Place]]:
@@ -154,9 +168,11 @@ class ValueIndex:
         """Return the generation that a call has made already; 0 where it is the first."""
         first = groups[0]
         found = self._put.get((first.unit, first.path), 0)
-        query = "SELECT count(*) FROM groups WHERE unit = ? AND path = ?"
-        if not found and self._number(query, first.unit, first.path):
-            found = self._generation  # put before this process began
+        query = "SELECT max(id) FROM groups WHERE unit = ? AND path = ?"
+        if not found and (grp := self._number(query, first.unit, first.path)):
+            # Put before this process began; of values that are all replaced, any will do.
+            query = "SELECT max(generation) FROM found WHERE grp = ?"
+            found = self._number(query, grp) or self._generation
         return found
 
     def _remember(self, groups: Sequence[StoredGroup]) -> None:
@@ -265,6 +281,22 @@ class ValueIndex:
         with self._lock, self._mapped():
             return [bool(self._number(query, p, f"{p}/", f"{p}0")) for p in paths]
 
+    def bar(self, path: str) -> bool:
+        """Let no name stand for a group from now on, by its path without an attempt's.
+
+        Returns
+        -------
+        bool
+            Whether that is so: False where the index speaks of it already.
+        """
+        with self._lock:
+            if self.knows([path])[0]:
+                return False
+            self._barred[path] = None
+            if len(self._barred) > _REMEMBERED:
+                self._barred.popitem(last=False)
+            return True
+
     def totals(self) -> dict[str, int]:
         """Return how much there is: values, samples, groups, their bytes, and pinned bytes."""
         with self._lock, self._mapped():
@@ -279,6 +311,20 @@ class ValueIndex:
             }
 
     # ------------------------------------------------------------ checkpoints
+
+    def pin_and_copy(self, checkpoint: str, copy: Path) -> dict[str, list[str]]:
+        """Keep all that there is now for a checkpoint, and write just that into a new file.
+
+        Returns
+        -------
+        dict
+            The paths of its groups by unit.
+        """
+        with self._lock:  # nothing may be put in between
+            self.note("checkpoint", checkpoint)
+            pinned = self.pin(checkpoint)
+            self.copy_to(copy)
+            return pinned
 
     def pin(self, checkpoint: str) -> dict[str, list[str]]:
         """Keep all that there is now for a checkpoint; return the paths of its groups by unit."""
@@ -385,8 +431,10 @@ class ValueIndex:
         db.execute("INSERT INTO main.samples SELECT * FROM other.samples")
         db.execute(
             "INSERT INTO main.found SELECT part, sample, field, generation, mine.id, entry "
-            "FROM other.found JOIN other.groups AS old ON old.id = grp "
-            "JOIN main.groups AS mine ON mine.unit = old.unit AND mine.path = old.path"
+            "FROM other.found AS had JOIN other.groups AS old ON old.id = had.grp "
+            "JOIN main.groups AS mine ON mine.unit = old.unit AND mine.path = old.path "
+            "JOIN main.pins AS kept ON kept.grp = mine.id AND kept.checkpoint = ?",
+            (checkpoint,),  # others may be on their way out
         )
         db.execute(
             "UPDATE main.groups SET live = n FROM "

@@ -16,6 +16,7 @@ import msgspec
 from tq_fs.backends import Backend, mapped
 from tq_fs.errors import (
     CheckpointMissing,
+    InvalidKey,
     ManifestCorrupt,
     ObjectMissing,
     TqFsError,
@@ -24,10 +25,10 @@ from tq_fs.errors import (
 )
 from tq_fs.keys import component
 from tq_fs.steps import check_schema
-from tq_fs.values._entry import ROOT, Found, Place, StoredGroup
+from tq_fs.values._entry import DEEP, ROOT, Found, Place, StoredGroup, group_path
 from tq_fs.values._index import ValueIndex, check_copy
 from tq_fs.values._places import ValuePlaces
-from tq_fs.values._store import CHECKPOINT_FILE, group_path
+from tq_fs.values._store import CHECKPOINT_FILE
 
 CHECKPOINTS = "checkpoints"
 PINS_SCHEMA = "tq-fs/pins/1"
@@ -61,6 +62,9 @@ class Keeper:
         Seconds between two sweeps; 0 for none.
     check
         Raises where another run has taken the store since.
+    grace_s
+        Seconds for which a group that was named is left alone, whatever the index knows of it: a
+        put may take that long, and clocks of nodes differ.
     """
 
     def __init__(
@@ -73,9 +77,11 @@ class Keeper:
         checkpoints: int,
         sweep_s: float,
         check: Callable[[], None],
+        grace_s: float = 0.0,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.index = index
+        self._grace_ns = int(grace_s * 1e9)
         self._places = places
         self._store_id = store_id
         self._run = run
@@ -105,15 +111,26 @@ class Keeper:
     # ------------------------------------------------------------ calls
 
     def put(self, partition: str, groups: Sequence[StoredGroup]) -> tuple[int, list[Place]]:
-        """Let names stand for new values."""
+        """Let names stand for new values.
+
+        Raises
+        ------
+        InvalidKey
+            A group does not lie where values do.
+        """
+        for group in groups:
+            _check_path(group.path)
         return self.index.put(partition, groups)
 
     def put_group(self, partition: str, group: StoredGroup) -> int:
         """Let names stand for the values of one group; delete what nobody needs any more."""
+        _check_path(group.path)
         try:
             generation, unneeded = self.index.put(partition, [group])
-        except BaseException:
-            self._places.backend(group.unit).delete(group_path(group.path))
+        except TqFsError:
+            path = group_path(group.path)
+            if self.index.bar(path):  # else an earlier try was taken, and its answer lost
+                self._places.backend(group.unit).delete(path)
             raise
         if unneeded and self._thread is not None:
             self._wake.set()  # whoever has put does not wait
@@ -157,13 +174,15 @@ class Keeper:
         """
         with self._saving:
             checkpoint = self._name()
-            self.index.note("checkpoint", checkpoint)
+            copy = self.index.path.with_name(f"copy-{os.urandom(4).hex()}")
             try:
-                self._pin(checkpoint)
-                self._copy(Path(folder) / CHECKPOINT_FILE)
+                self._keep(checkpoint, self.index.pin_and_copy(checkpoint, copy))
+                _place(copy, Path(folder) / CHECKPOINT_FILE)
             except BaseException:
                 self._drop(checkpoint)
                 raise
+            finally:
+                copy.unlink(missing_ok=True)
             self._confirm(checkpoint)
             kept = self.index.saved()[-self._most :]
             for older in self.index.checkpoints():
@@ -176,8 +195,9 @@ class Keeper:
         newest = max((int(name[:16], 16) for name in self.index.checkpoints()), default=0)
         return f"{max(self._now_ns(), newest + 1):016x}-{os.urandom(4).hex()}"
 
-    def _pin(self, checkpoint: str) -> None:
-        for home, groups in self._by_home(self.index.pin(checkpoint)).items():
+    def _keep(self, checkpoint: str, pinned: dict[str, list[str]]) -> None:
+        """Bring what a checkpoint keeps where the policy wants it, and note it there."""
+        for home, groups in self._by_home(pinned).items():
             for unit in groups:
                 self._places.backend(unit).settle(ROOT)
                 self._places.backend(unit).sync()
@@ -202,23 +222,6 @@ class Keeper:
         for unit, paths in groups.items():
             homes.setdefault(self._places.home(unit), {})[unit] = paths
         return homes
-
-    def _copy(self, path: Path) -> None:
-        """Write the index into a file that is whole; other nodes may see it by NFS."""
-        copy = self.index.path.with_name(f"copy-{os.urandom(4).hex()}")
-        half = path.with_name(f".{path.name}-{copy.name}")
-        try:
-            self.index.copy_to(copy)
-            with mapped(str(path)):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(copy, half)
-                _sync(half)
-                half.replace(path)  # an earlier one stays whole until then
-                _sync(path.parent)
-        finally:
-            copy.unlink(missing_ok=True)
-            with suppress(OSError):
-                half.unlink(missing_ok=True)
 
     def _drop(self, checkpoint: str) -> None:
         """Let go of what a checkpoint keeps."""
@@ -335,7 +338,6 @@ class Keeper:
     def _tend(self, sweep_s: float) -> None:
         next_s = 0.0
         while not self._ended:
-            self._wake.clear()
             try:
                 if time.monotonic() >= next_s:
                     next_s = time.monotonic() + sweep_s
@@ -345,13 +347,15 @@ class Keeper:
             except Exception:  # a thread's edge: the next round may do better
                 _log.exception("the sweep of values was broken off")
             self._wake.wait(max(0.0, next_s - time.monotonic()))
+            self._wake.clear()
 
     def sweep(self) -> int:
         """Delete what nobody needs; return how many groups.
 
         What the index does not know is of a put that failed, unless it is of one that is under
-        way: it is deleted by the second sweep that sees it. That of earlier runs goes at once,
-        unless a checkpoint keeps it.
+        way: it is deleted by the second sweep that sees it, once it is older than the grace time;
+        whoever tells of it later is refused. That of earlier runs goes at once, unless a checkpoint
+        keeps it.
         """
         self._check()
         deleted = self.bury()
@@ -360,13 +364,22 @@ class Keeper:
             self._learn([unit])  # one that came later may keep groups of checkpoints
             backend = self._places.backend(unit)
             for path, is_own in self._groups(backend):
-                if is_own and path not in self._strange:
+                if self._ended:
+                    return deleted
+                if is_own and (path not in self._strange or self._is_young(path)):
                     strange.add(path)
-                    continue
-                backend.delete(path)
-                deleted += 1
+                elif self.index.bar(path):
+                    backend.delete(path)
+                    deleted += 1
         self._strange = strange
         return deleted
+
+    def _is_young(self, path: str) -> bool:
+        named = path.rpartition("/")[2].partition("-")[0]
+        try:
+            return self._now_ns() - int(named, 16) < self._grace_ns
+        except ValueError:
+            return False  # nothing that a put has named
 
     def _groups(self, backend: Backend) -> Iterator[tuple[str, bool]]:
         """Yield the groups on a unit that the index does not know, and whether the run is this."""
@@ -396,6 +409,27 @@ class Keeper:
             gone.append(place)
         self.index.forget(gone)
         return len(gone)
+
+
+def _check_path(path: str) -> None:
+    parts = path.split("/")
+    if parts[0] != ROOT or len(parts) < DEEP or any(part in ("", ".", "..") for part in parts):
+        raise InvalidKey("is no place of a group of values", subject=repr(path)[:200])
+
+
+def _place(copy: Path, path: Path) -> None:
+    """Write a copy of the index into a file that is whole; other nodes may see it by NFS."""
+    half = path.with_name(f".{path.name}-{copy.name}")
+    with mapped(str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(copy, half)
+            _sync(half)
+            half.replace(path)  # an earlier one stays whole until then
+        finally:
+            half.unlink(missing_ok=True)
+        with suppress(OSError):  # some network file systems sync no folders
+            _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tq_fs.errors import (
+    CapacityError,
     InvalidField,
     MissingError,
     ObjectMissing,
@@ -27,14 +28,13 @@ from tq_fs.keys import component
 from tq_fs.reader import SegmentReader
 from tq_fs.steps import EncodeOptions, Scratch
 from tq_fs.values._calls import Note, Sample, ValueCalls
-from tq_fs.values._entry import ROOT, Found, Place, StoredGroup
+from tq_fs.values._entry import ROOT, Found, Place, StoredGroup, group_path
 from tq_fs.values._fetch import Column, fetch
 from tq_fs.values._group import Group, NamedValue, cut, encode_group
 from tq_fs.values._places import AtOnce, ValuePlaces
 from tq_fs.values.codec import encode
 
 CHECKPOINT_FILE = "tq_fs_values.sqlite"
-_DEEP = 4  # components of a group's path: root, run, shard, group; what is below is an attempt
 _TRIES = 4  # to read what is replaced again and again meanwhile
 _log = logging.getLogger(__name__)
 
@@ -188,8 +188,9 @@ class ValueStore:
 
         Raises
         ------
-        RetryError
-            The index did not answer. It may have them, or may not: the sweep sees to it.
+        RetryError, CapacityError
+            The index did not answer, or not to the first try. It may have them, or may not: the
+            sweep sees to it.
         TqFsError
             Nothing is visible, and nothing is left.
         """
@@ -198,8 +199,8 @@ class ValueStore:
             return 0
         try:
             generation, unneeded = self.calls.put(partition, groups)
-        except BaseException as error:
-            if not isinstance(error, RetryError):
+        except TqFsError as error:
+            if not isinstance(error, RetryError | CapacityError):
                 for some in prepared:
                     self.withdraw(some)
             raise
@@ -419,8 +420,3 @@ class ValueStore:
             _log.warning("%s is left to the sweep", place.path, exc_info=True)
             return False
         return True
-
-
-def group_path(path: str) -> str:
-    """Return a group's path without that of an attempt to write it."""
-    return "/".join(path.split("/")[:_DEEP])

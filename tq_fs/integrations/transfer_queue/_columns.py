@@ -7,12 +7,34 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 
 from tq_fs.errors import InvalidField
 from tq_fs.values import Column, Joined
 
 Parser = Callable[[Any], Any]
+
+
+def plain(data: TensorDict) -> TensorDict:
+    """Return data whose columns are tensors and stacks of one value for each sample.
+
+    Raises
+    ------
+    InvalidField
+        A column is itself a TensorDict: what it gives for a sample would come back as something
+        else.
+    """
+    found: dict[str, Any] = {}
+    for name in data.keys():  # noqa: SIM118  # a TensorDict's own iterate over samples
+        column = data.get(name)
+        if isinstance(column, NonTensorData) and column.batch_size:
+            column = NonTensorStack(*[column.data] * len(data))  # one value for all
+        elif isinstance(column, TensorDictBase) and not is_non_tensor(column):
+            raise InvalidField(
+                f"is a {type(column).__name__}", subject=str(name), remedy="put its columns"
+            )
+        found[str(name)] = column
+    return TensorDict(found, batch_size=data.batch_size)
 
 
 def columns_of(data: TensorDict, parser: Parser | None = None) -> dict[str, Sequence[Any]]:
@@ -29,7 +51,7 @@ def columns_of(data: TensorDict, parser: Parser | None = None) -> dict[str, Sequ
     InvalidField
         The parser has changed fields or their lengths.
     """
-    columns: dict[str, Any] = {str(name): data[name] for name in data.keys()}  # noqa: SIM118
+    columns: dict[str, Any] = {str(name): column for name, column in data.items()}
     if parser is not None:
         columns = _parsed(columns, parser, len(data))
     return {name: _values(column) for name, column in columns.items()}
@@ -82,6 +104,8 @@ def _packed(column: Column) -> Any:
         return _joined(column)
     if not all(isinstance(value, torch.Tensor) for value in column):
         return NonTensorStack(*column)
+    if len({value.dtype for value in column}) > 1:
+        return NonTensorStack(*column)  # a tensor of all would have one type
     if all(value.dim() == 0 for value in column):
         return torch.stack(column)
     for layout in (torch.jagged, torch.strided):

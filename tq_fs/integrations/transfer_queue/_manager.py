@@ -25,7 +25,13 @@ from tq_fs.integrations.transfer_queue._bootstrap import (
     stop_own,
     take_charge,
 )
-from tq_fs.integrations.transfer_queue._columns import Parser, batch_of, columns_of, nbytes_of
+from tq_fs.integrations.transfer_queue._columns import (
+    Parser,
+    batch_of,
+    columns_of,
+    nbytes_of,
+    plain,
+)
 from tq_fs.integrations.transfer_queue._puts import Put, Puts, Schema, Waiter
 from tq_fs.integrations.transfer_queue._teller import Teller
 from tq_fs.keeper import ValueConfig, here, open_values
@@ -121,6 +127,7 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
             raise InvalidField(
                 f"has {data.batch_size[0]} samples, its meta data {len(indexes)}", subject="data"
             )
+        data = plain(data)
         schema = extract_field_schema(data)
         for meta in schema.values():
             if meta.get("per_sample_shapes") is not None:
@@ -155,7 +162,9 @@ class TqFsStorageManager(StorageManager):  # type: ignore[misc]  # TransferQueue
     async def clear_data(self, metadata: BatchMeta) -> None:
         """Delete samples, whatever fields they have; idempotent.
 
-        What was put under an index after it was given to another sample stays.
+        What was put under an index after it was given to another sample stays, if the meta data
+        says which put it means: that from the controller, and that of a put, do. Other meta data
+        means what is there when the clear begins.
         """
         if not metadata.size:
             return

@@ -197,7 +197,10 @@ class Puts:
             for one in some:
                 by_partition.setdefault(one.put.partition, []).append(one)
             for partition, members in by_partition.items():
-                self._commit(partition, members)
+                try:
+                    self._commit(partition, members)
+                except Exception as error:  # the thread lives on; who waits is told
+                    self._fail([one.put for one in members], error)
         self._tell(None)
 
     def _next(self) -> list[Written]:
@@ -220,7 +223,10 @@ class Puts:
             written = [one for one in written if isinstance(one.done, int)]
             generation = 0
         for notice, some in joined(partition, written, generation):
-            self._tell(notice)
+            try:
+                self._tell(notice)
+            except Exception:  # the values are stored: as with a controller that does not answer
+                _log.exception("the controller was not told of %s", notice.indexes)
             done = [one.done if isinstance(one.done, int) else generation for one in some]
             self._end([one.put for one in some], done)
 
@@ -245,7 +251,9 @@ def _wake(ended: Iterable[tuple[Waiter, int | BaseException]]) -> None:
     for waiter, result in ended:
         if waiter.future.done():
             continue  # who waits was cancelled twice
-        if isinstance(result, int):
+        if isinstance(result, StopIteration):  # which a future cannot carry
+            waiter.future.set_exception(RuntimeError(f"a put raised {result!r}"))
+        elif isinstance(result, int):
             waiter.future.set_result(result)
         else:
             waiter.future.set_exception(result)

@@ -66,6 +66,9 @@ class Teller:
         except (zmq.ZMQError, TimeoutError) as error:
             _log.error("the controller was not told of %s: %s", notice.indexes, error)
             self._close()  # a late answer would be taken for that to the next notice
+        except BaseException:
+            self._close()
+            raise
 
     def _ask(self, frames: list[bytes]) -> None:
         socket = self._socket or self._connect()
