@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed")
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
@@ -97,8 +98,16 @@ def test_a_put_that_raises_ends_alone() -> None:
 
 
 def test_one_value_for_all_samples_is_each_ones() -> None:
-    data = TensorDict({"a": "hi", "b": NonTensorData([1, 2], batch_size=[2])}, batch_size=[2])
-    assert columns_of(plain(data)) == {"a": ["hi", "hi"], "b": [[1, 2], [1, 2]]}
+    data = TensorDict({"a": "hi", "b": NonTensorData([1, 2, 3], batch_size=[2])}, batch_size=[2])
+    assert columns_of(plain(data)) == {"a": ["hi", "hi"], "b": [[1, 2, 3], [1, 2, 3]]}
+
+
+def test_a_list_or_an_array_of_all_samples_holds_their_values() -> None:
+    texts = np.array([b"x", b"yy"])
+    data = TensorDict({"b": NonTensorData([[1], "two"], batch_size=[2]), "c": texts}, [2])
+    found = columns_of(plain(data))
+    assert found["b"] == [[1], "two"]
+    assert list(found["c"]) == [b"x", b"yy"]
 
 
 def test_a_stack_is_one_value_for_each_sample() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 
@@ -16,7 +17,10 @@ Parser = Callable[[Any], Any]
 
 
 def plain(data: TensorDict) -> TensorDict:
-    """Return data whose columns are tensors and stacks of one value for each sample.
+    """Return data whose columns give one value for each sample.
+
+    What is no tensor is taken as TransferQueue takes it: a list or an array as long as there are
+    samples holds their values; anything else is one value for all of them.
 
     Raises
     ------
@@ -24,17 +28,20 @@ def plain(data: TensorDict) -> TensorDict:
         A column is itself a TensorDict: what it gives for a sample would come back as something
         else.
     """
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for name in data.keys():  # noqa: SIM118  # a TensorDict's own iterate over samples
         column = data.get(name)
-        if isinstance(column, NonTensorData) and column.batch_size:
-            column = NonTensorStack(*[column.data] * len(data))  # one value for all
+        if isinstance(column, NonTensorData):
+            value = column.data
+            if not (isinstance(value, list | tuple | np.ndarray) and len(value) == len(data)):
+                changed[name] = NonTensorStack(*[value] * len(data))
         elif isinstance(column, TensorDictBase) and not is_non_tensor(column):
             raise InvalidField(
                 f"is a {type(column).__name__}", subject=str(name), remedy="put its columns"
             )
-        found[str(name)] = column
-    return TensorDict(found, batch_size=data.batch_size)
+    if not changed:
+        return data
+    return TensorDict({**dict(data.items()), **changed}, batch_size=data.batch_size)
 
 
 def columns_of(data: TensorDict, parser: Parser | None = None) -> dict[str, Sequence[Any]]:
@@ -51,7 +58,7 @@ def columns_of(data: TensorDict, parser: Parser | None = None) -> dict[str, Sequ
     InvalidField
         The parser has changed fields or their lengths.
     """
-    columns: dict[str, Any] = {str(name): column for name, column in data.items()}
+    columns: dict[str, Any] = {str(name): data[name] for name in data.keys()}  # noqa: SIM118
     if parser is not None:
         columns = _parsed(columns, parser, len(data))
     return {name: _values(column) for name, column in columns.items()}
