@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tq_fs.errors import InvalidSelection, ObjectMissing, StepMissing, ValueMissing
+from tq_fs.errors import InvalidSelection
 from tq_fs.plan import Range, clip
 from tq_fs.values._calls import Sample
 from tq_fs.values._entry import Found
@@ -66,21 +66,12 @@ def read_range(
     ChunkCorrupt, ObjectShort, UnitLost
         What is stored is not what was written, or is gone.
     """
-    before: Found | None = None
-    for _ in range(_TRIES):
-        found = values.find(sample, field)
-        try:
-            (rows,) = look(values, [wanted(sample, field, found)])
-            return _read(values, rows, tokens, layers)
-        except (StepMissing, ObjectMissing) as error:
-            if found == before:
-                raise ValueMissing(
-                    f"the index knows it, but {error.problem}",
-                    subject=error.subject,
-                    remedy="files were deleted by somebody else: load the last checkpoint",
-                ) from error
-            before = found  # replaced, or cleared, while it was read: look again
-    raise ValueMissing("is replaced faster than it can be read", subject=f"{field!r} of {sample}")
+
+    def read(found: list[list[Found]]) -> Any:
+        (rows,) = look(values, [wanted(sample, field, found[0][0])])
+        return _read(values, rows, tokens, layers)
+
+    return values.reading([sample], [field], read)
 
 
 def _read(values: ValueStore, rows: Rows, tokens: Range | None, layers: Range | None) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tq_fs.errors import (
     CapacityError,
@@ -37,6 +37,7 @@ from tq_fs.values.codec import encode
 CHECKPOINT_FILE = "tq_fs_values.sqlite"
 _TRIES = 4  # to read what is replaced again and again meanwhile
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Prepared(NamedTuple):
@@ -296,16 +297,35 @@ class ValueStore:
         ChunkCorrupt, ObjectShort, UnitLost
             What is stored is not what was written, or is gone.
         """
+        return self.reading(
+            samples, fields, lambda found: fetch(self, samples, fields, found, joined=joined)
+        )
+
+    def reading(
+        self,
+        samples: Sequence[Sample],
+        fields: Sequence[str],
+        read: Callable[[list[list[Found]]], T],
+    ) -> T:
+        """Read what names stand for, and anew where that is replaced or cleared meanwhile.
+
+        Parameters
+        ----------
+        read
+            Is given, for each field, where the samples' values lie.
+        """
         before: list[list[Found]] | None = None
         for _ in range(_TRIES):
             found = self._find(samples, fields)
             try:
-                return fetch(self, samples, fields, found, joined=joined)
+                return read(found)
             except (StepMissing, ObjectMissing) as error:
                 if found == before:
                     raise self._gone(error) from error
                 before = found  # replaced, or cleared, while it was read: look again
-        raise ValueMissing("is replaced faster than it can be read", subject=str(fields))
+        raise ValueMissing(
+            "is replaced faster than it can be read", subject=f"{list(fields)} of {list(samples)}"
+        )
 
     @staticmethod
     def _gone(error: MissingError) -> ValueMissing:
