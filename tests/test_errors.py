@@ -68,6 +68,17 @@ CODES = {
     "ClockSkewed": "clock_skewed",
     "StorageRefused": "storage_refused",
     "WrongRegion": "wrong_region",
+    "UpstreamUnavailable": "upstream_unavailable",
+    "RolloutPaused": "rollout_paused",
+    "SessionBusy": "session_busy",
+    "InvalidRequest": "invalid_request",
+    "ContextOverflow": "context_overflow",
+    "VersionSpan": "version_span",
+    "SessionMissing": "session_missing",
+    "ReplyInvalid": "reply_invalid",
+    "RoutingSuspect": "routing_suspect",
+    "UpstreamRefused": "upstream_refused",
+    "Unauthorized": "unauthorized",
     "DependencyMissing": "dependency_missing",
 }
 

@@ -25,6 +25,7 @@ LAYERS = (
     ("keys", "fields", "budget", "cache", "memory", "storage_options", "placement"),
     ("config",),
     ("model_config", "narrow"),
+    ("flags", "ingest"),
     ("steps",),
     ("backends",),
     ("manifests",),
@@ -39,18 +40,19 @@ LAYERS = (
     ("store",),
     ("tq_fs",),
     ("cluster",),
-    ("rollout", "keeper"),
+    ("rollout", "keeper", "proxy"),
     ("integrations",),
     ("testing", "bench", "demo"),
     ("cli",),
 )
-EDGES = {"cluster", "rollout", "keeper", "integrations", "testing", "bench", "demo", "cli"}
+EDGES = {"cluster", "rollout", "keeper", "proxy", "integrations", "testing", "bench", "demo", "cli"}
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 
 STORAGE = {"aiobotocore", "aiohttp", "boto3", "botocore", "fsspec", "obstore", "s3fs"}
 OPTIONAL = STORAGE | {
     "torch", "tensordict", "ray", "transformers", "matplotlib", "psutil", "tensorstore", "pytest",
     "cryptography", "prometheus_client", "slime", "megatron", "transfer_queue", "omegaconf", "zmq",
+    "fastapi", "starlette", "uvicorn", "tokenizers",
 }  # fmt: skip
 ONLY_JUDGES = {"zarr"}  # opens Steps for users and tests; the fast path does without
 TORCH = {"torch", "tensordict"}

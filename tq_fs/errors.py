@@ -101,6 +101,24 @@ class RanksMissing(RetryError):
     code = "ranks_missing"
 
 
+class UpstreamUnavailable(RetryError):
+    """The rollout engine gave no answer: refused, broken off, timed out, or an error of its own."""
+
+    code = "upstream_unavailable"
+
+
+class RolloutPaused(RetryError):
+    """Generation is paused, and was not resumed in time."""
+
+    code = "rollout_paused"
+
+
+class SessionBusy(RetryError):
+    """Requests of the session are still running; nothing has changed."""
+
+    code = "session_busy"
+
+
 # ---------------------------------------------------------------- make room
 
 
@@ -215,6 +233,18 @@ class InvalidSelection(InputError):
     code = "invalid_selection"
 
 
+class InvalidRequest(InputError):
+    """A request's body or headers are not what the endpoint takes; nothing has changed."""
+
+    code = "invalid_request"
+
+
+class ContextOverflow(InputError):
+    """Prompt and asked for tokens are longer than the model's context; nothing was generated."""
+
+    code = "context_overflow"
+
+
 class ConflictError(FatalError):
     """The store holds something that forbids the call."""
 
@@ -231,6 +261,12 @@ class SessionClosed(ConflictError):
     """The session was finalized or discarded, or its store was closed."""
 
     code = "session_closed"
+
+
+class VersionSpan(ConflictError):
+    """A trajectory would hold tokens of more weight versions than is allowed."""
+
+    code = "version_span"
 
 
 class WrongProcess(ConflictError):
@@ -305,6 +341,12 @@ class SegmentMissing(MissingError):
     code = "segment_missing"
 
 
+class SessionMissing(MissingError):
+    """No such session is open or kept."""
+
+    code = "session_missing"
+
+
 class ValueMissing(MissingError):
     """A value was never put, or it was cleared."""
 
@@ -347,6 +389,18 @@ class ManifestCorrupt(CorruptError):
     code = "manifest_corrupt"
 
 
+class ReplyInvalid(CorruptError):
+    """A reply of the rollout engine is short, or contradicts itself; it was not recorded."""
+
+    code = "reply_invalid"
+
+
+class RoutingSuspect(CorruptError):
+    """Routing rows that no router gives: all one id, or an id twice; they were not recorded."""
+
+    code = "routing_suspect"
+
+
 class ProtocolMismatch(FatalError):
     """A message over the channel is none of this version, or breaks its rules."""
 
@@ -387,6 +441,18 @@ class StorageRefused(FatalError):
     """The server does not take the request as it is."""
 
     code = "storage_refused"
+
+
+class UpstreamRefused(FatalError):
+    """The rollout engine refuses the request; asking again is in vain."""
+
+    code = "upstream_refused"
+
+
+class Unauthorized(FatalError):
+    """The request carries no token, or a wrong one."""
+
+    code = "unauthorized"
 
 
 class WrongRegion(FatalError):
