@@ -1,5 +1,6 @@
 """Session, StepRecord, Segment: the order of a rollout. Holds no large arrays of its own."""
 
+from tq_fs.trajectory._chunks import RolloutChunk, join_chunks
 from tq_fs.trajectory._closed import ClosedSession
 from tq_fs.trajectory._document import (
     TRAJECTORY_SCHEMA,
@@ -26,6 +27,7 @@ __all__ = [
     "TRAJECTORY_SCHEMA",
     "ClosedSession",
     "PlannedStep",
+    "RolloutChunk",
     "Sample",
     "Segment",
     "StepInput",
@@ -39,6 +41,7 @@ __all__ = [
     "check_views",
     "decode_trajectory",
     "encode_trajectory",
+    "join_chunks",
     "pieces",
     "response_length",
     "trajectory_document",
