@@ -85,7 +85,7 @@ class Turn:
             context=self.context,
             response=response,
             values=values,
-            version=versions[0][0] if versions else "",
+            versions=versions,
             reason=self.reason,
         )
 
