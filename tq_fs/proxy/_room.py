@@ -56,12 +56,6 @@ class Room:
         return Lease(self)
 
     async def _take(self, nbytes: int) -> None:
-        if nbytes > self.limit_bytes:
-            raise ReplyInvalid(
-                f"{nbytes} bytes, of {self.limit_bytes} that all replies may have together",
-                subject="reply_bytes",
-                remedy="raise reply_bytes above the largest reply, or ask for fewer tokens",
-            )
         if not self._queue and self._used + nbytes <= self.limit_bytes:
             self._add(nbytes)
             return
@@ -136,6 +130,12 @@ class Lease:
         BackpressureTimeout
             The deadline passed; nothing was taken.
         """
+        if nbytes > self._room.limit_bytes:
+            raise ReplyInvalid(
+                f"{nbytes} bytes, where all replies together may have {self._room.limit_bytes}",
+                subject="reply_bytes",
+                remedy="raise reply_bytes above the largest reply, or ask for fewer tokens",
+            )
         if self._held:
             self._room._add(nbytes)
         else:
