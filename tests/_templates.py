@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from tq_fs.errors import InvalidRequest
 
 Tokens = NDArray[np.int32]
-Manner = Literal["plain", "thinking", "unclosed", "strict"]
+Manner = Literal["plain", "thinking", "unclosed", "strict", "options", "bare"]
 
 SPECIAL = ("<|end|>", "<|start|>", "<|im_end|>", "<|user|>", "<|tool|>", "<|assistant|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -52,7 +52,7 @@ QWEN = """\
   {%- endfor -%}
   {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|start|>assistant\\n' -}}{%- endif -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant\\n' ~ hint -}}{%- endif -%}
 """
 # What GLM's does: no turn is closed, and a reply ends with the token that opens the next turn.
 UNCLOSED = """\
@@ -69,13 +69,10 @@ TEMPLATES: Mapping[Manner, str] = {
     "thinking": QWEN.replace("STRIP", "true"),
     "unclosed": UNCLOSED,
     "strict": STRICT.replace("STRIP", "false"),
+    "options": "{%- if brief -%}{{- 'be brief' -}}{%- endif -%}" + QWEN.replace("STRIP", "false"),
+    "bare": "{%- for m in messages -%}{{- m.content ~ '<|im_end|>' -}}{%- endfor -%}",
 }
-STOPS: Mapping[Manner, tuple[str, ...]] = {
-    "plain": ("<|im_end|>", "<|end|>"),
-    "thinking": ("<|im_end|>", "<|end|>"),
-    "unclosed": ("<|user|>", "<|tool|>"),
-    "strict": ("<|im_end|>", "<|end|>"),
-}
+STOPS: Mapping[str, tuple[str, ...]] = {"unclosed": ("<|user|>", "<|tool|>")}
 
 
 @functools.cache
@@ -101,7 +98,9 @@ class SmallTemplate:
         self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
         self._tokenizer.chat_template = TEMPLATES[manner]
         self._backend = trained()
-        self.stop_ids = [self._backend.token_to_id(t) for t in STOPS[manner]]
+        self.stop_ids = [
+            self._backend.token_to_id(t) for t in STOPS.get(manner, ("<|im_end|>", "<|end|>"))
+        ]
         self.encoded: list[str] = []
         self.rendered = 0
 
