@@ -95,11 +95,11 @@ class SmallTemplate:
     """A Renderer by transformers; remembers every text it was given to tokenize."""
 
     def __init__(self, manner: Manner = "plain") -> None:
-        self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
+        self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())  # type: ignore[no-untyped-call]
         self._tokenizer.chat_template = TEMPLATES[manner]
         self._backend = trained()
-        self.stop_ids = [
-            self._backend.token_to_id(t) for t in STOPS.get(manner, ("<|im_end|>", "<|end|>"))
+        self.stop_ids: list[int] = [
+            self._backend.token_to_id(t) or 0 for t in STOPS.get(manner, ("<|im_end|>", "<|end|>"))
         ]
         self.encoded: list[str] = []
         self.rendered = 0
@@ -119,7 +119,7 @@ class SmallTemplate:
                     {"content": "", **{k: v for k, v in m.items() if v is not None}}
                     for m in messages
                 ],
-                tools=list(tools) if tools else None,
+                tools=[dict(t) for t in tools] if tools else None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 **options,
