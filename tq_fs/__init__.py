@@ -31,7 +31,7 @@ from tq_fs.reader import SegmentReader
 from tq_fs.recovery import Recovery
 from tq_fs.session import Session
 from tq_fs.store import Store, open_store, recover_store
-from tq_fs.trajectory import Sample, Segment, StepInput, StepRecord
+from tq_fs.trajectory import Sample, Segment, StepInput, StepRecord, VersionRule
 
 __version__ = "0.1.0"
 
@@ -51,6 +51,7 @@ __all__ = [
     "Store",
     "StoreConfig",
     "TierConfig",
+    "VersionRule",
     "errors",
     "logprobs",
     "open_store",

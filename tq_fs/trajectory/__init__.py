@@ -19,8 +19,10 @@ from tq_fs.trajectory._segments import (
     response_length,
 )
 from tq_fs.trajectory._session import PlannedStep, StepInput, Trajectory
+from tq_fs.trajectory._versions import ANY_VERSIONS, VersionRule
 
 __all__ = [
+    "ANY_VERSIONS",
     "TRAJECTORY_SCHEMA",
     "ClosedSession",
     "PlannedStep",
@@ -31,6 +33,7 @@ __all__ = [
     "StepRecord",
     "Trajectory",
     "TrajectoryDocument",
+    "VersionRule",
     "build_segment",
     "chains",
     "check_views",
