@@ -16,7 +16,7 @@ import pytest
 import tq_fs
 from tq_fs import flags
 from tq_fs.config import StoreConfig
-from tq_fs.errors import InvalidConfig, UnitsUnavailable, ValueOutOfRange
+from tq_fs.errors import InvalidConfig, ValueOutOfRange
 from tq_fs.flags import TransferFlags
 
 ROOT = Path(__file__).parent.parent
@@ -141,15 +141,29 @@ def test_an_id_beyond_the_compact_type_is_refused_without_the_queue_too() -> Non
         assert session.records == []
 
 
-def test_a_cluster_of_the_file_is_attached_to(tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
+def test_a_cluster_of_the_file_is_attached_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    asked: list[Any] = []
+
+    class Running:
+        def store(self, fields: Any, **settings: Any) -> str:
+            asked.append(([spec.name for spec in fields], settings))
+            return "store"
+
+    def attach(store_id: str) -> Running:
+        asked.append(store_id)
+        return Running()
+
+    monkeypatch.setattr("tq_fs.cluster.attach", attach)
     path = tmp_path / "cluster.yaml"
     path.write_text("store_id: run-1\ncluster: {paths: [/nvme/tq-fs]}\n")
-    found = on(path)
+    found = on(path, *REPLAY, "--transfer-params", "routed_experts")
     assert found.url() is None
-    assert not ray.is_initialized()
-    with pytest.raises(UnitsUnavailable, match="no Ray cluster was found"):
-        found.open()
+    assert found.open() == "store"  # type: ignore[comparison-overlap]
+    settings = {"metrics": None, "transfer": ("routed_experts",), "compact": True}
+    assert asked == ["run-1", (["logprobs", "routed_experts"], settings)]
 
 
 # ---------------------------------------------------------------- contradictions
