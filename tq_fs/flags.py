@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_argument_group(
         "large fields of rollouts",
-        "Per-token fields (the logprob of each token, the experts that each layer chose) can be "
-        "written to disk or to an object store as they come, instead of being held in memory "
-        "until training. Off unless they are asked for.",
+        "Per-token fields (the logprob of each token, the experts that each layer chose)\n"
+        "can be written to disk or to an object store as they come, instead of being\n"
+        "held in memory until training. Off unless they are asked for.",
     )
     for flag, options in _options().items():
         _add(parser, group, flag, options)
