@@ -24,8 +24,8 @@ TOKEN_VARIABLE = "TQ_FS_PROXY_TOKEN"  # its name, not a token
 _PROXY = """\
 Stands between agents and rollout engines (SGLang). Agents speak OpenAI's chat completions to it,
 with a session id in a header. It records every model invocation token by token, with logprobs and,
-for models with experts, the experts chosen, and hands out finished trajectories as references. Large
-fields go to a store as they come, where the flags say so; otherwise they stay in memory.
+for models with experts, the experts chosen, and hands out finished trajectories as references.
+Large fields go to a store as they come, where the flags say so; otherwise they stay in memory.
 
 Prints its URL, and nothing else, on standard output once it takes requests; log lines go to
 standard error. SIGTERM or Ctrl-C end it: it takes no more requests, finishes Steps that are being
@@ -34,8 +34,8 @@ recorded, and leaves open sessions to the sweep of the next start.
 example:
   tq-fs proxy --model /models/qwen3 --upstream http://127.0.0.1:30000
 
-then an agent's base_url is http://127.0.0.1:8800/v1, and X-Session-Id a header of its requests. With
-several engines and a store:
+then an agent's base_url is http://127.0.0.1:8800/v1, and X-Session-Id a header of its requests.
+With several engines and a store:
 
   tq-fs proxy --model /models/qwen3 --upstream http://gpu-0:30000 --upstream http://gpu-1:30000 \\
       --use-rollout-routing-replay --enable-transfer-queue --transfer-queue-config store.yaml \\
