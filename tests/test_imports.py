@@ -43,7 +43,8 @@ LAYERS = (
     ("flags",),
     ("rollout", "keeper", "proxy"),
     ("integrations",),
-    ("testing", "bench", "demo"),
+    ("testing", "demo"),
+    ("bench",),
     ("cli",),
 )
 EDGES = {"cluster", "rollout", "keeper", "proxy", "integrations", "testing", "bench", "demo", "cli"}

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tq_fs import __version__
 from tq_fs.cli import _report as report
+from tq_fs.cli._bench_proxy import add_bench_proxy
 from tq_fs.cli._cluster import add_cluster
 from tq_fs.cli._proxy import add_proxy
 from tq_fs.config import StoreConfig
@@ -153,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_controller(benches)
     _add_cluster(benches)
     _add_transfer_queue(benches)
+    add_bench_proxy(benches)
     return parser
 
 
