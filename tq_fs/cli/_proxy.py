@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import json
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from tq_fs import flags
 from tq_fs.errors import DependencyMissing, InvalidConfig
 from tq_fs.logs import configure_logs
 from tq_fs.metrics import Metrics, MetricsServer
+from tq_fs.model_config import dense_layers_of_model
 
 if TYPE_CHECKING:
     from tq_fs.proxy import ProxySettings
@@ -194,15 +196,24 @@ def _proxy(arguments: argparse.Namespace) -> int:
     chosen = flags.from_arguments(arguments)
     config = _model_config(arguments.model)
     chosen.fields(config)  # before anything slow, whether they fit the model
+    with _until_signalled():
+        try:
+            _serve(arguments, chosen, config)
+        except ModuleNotFoundError as error:
+            raise DependencyMissing(
+                f"{error.name} is not installed",
+                subject="tq-fs proxy",
+                remedy="pip install 'tq-fs[proxy]'",
+            ) from error
+    return 0
+
+
+def _serve(
+    arguments: argparse.Namespace, chosen: flags.TransferFlags, config: Mapping[str, Any]
+) -> None:
+    from tq_fs.proxy import ChatTemplate, serve  # noqa: PLC0415  # optional
+
     settings = _settings(arguments, config)
-    try:
-        from tq_fs.proxy import ChatTemplate, serve  # noqa: PLC0415  # optional
-    except ImportError as error:
-        raise DependencyMissing(
-            f"{error.name} is not installed",
-            subject="tq-fs proxy",
-            remedy="pip install 'tq-fs[proxy]'",
-        ) from error
     template = ChatTemplate.from_model(arguments.model)
     metrics = Metrics(chosen.store_config().store_id, role="proxy")
     with _metrics_at(arguments.metrics, metrics), chosen.open(config, metrics=metrics) as store:
@@ -210,12 +221,30 @@ def _proxy(arguments: argparse.Namespace) -> int:
             settings,
             store,
             template,
-            metrics=metrics,
             host=arguments.host,
             port=arguments.port,
+            metrics=metrics,
             ready=lambda url: print(url, flush=True),
         )
-    return 0
+
+
+class _Ended(BaseException):
+    """SIGTERM or SIGINT came; the server, if it runs, has ended by itself before."""
+
+
+@contextmanager
+def _until_signalled() -> Iterator[None]:
+    def end(*_: object) -> None:
+        raise _Ended
+
+    before = {name: signal.signal(name, end) for name in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except _Ended:
+        pass
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
 
 
 def _settings(arguments: argparse.Namespace, config: Mapping[str, Any]) -> ProxySettings:
@@ -234,6 +263,7 @@ def _settings(arguments: argparse.Namespace, config: Mapping[str, Any]) -> Proxy
         partial_rollout=arguments.partial_rollout,
         max_version_span=arguments.max_version_span,
         routing_check=arguments.routing_check,
+        dense_layers=dense_layers_of_model(config),
         timeout_s=arguments.timeout_s,
     )
 
