@@ -12,11 +12,11 @@ import ctypes
 import gc
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.request import urlopen
 
 from tq_fs.bench._child import answer, own_answers
 from tq_fs.bench._ticks import ticks
@@ -60,6 +60,18 @@ class Ticker:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
+def loop_of(proxy: RunningProxy) -> asyncio.AbstractEventLoop:
+    """Return the event loop that serves requests, by one that is answered on it."""
+    found: list[asyncio.AbstractEventLoop] = []
+
+    async def tell() -> None:
+        found.append(asyncio.get_running_loop())
+
+    proxy.app.add_api_route("/bench/loop", tell)
+    with urlopen(f"{proxy.url}/bench/loop"):
+        return found[0]
+
+
 def memory() -> dict[str, int]:
     """Return proportional and resident memory [bytes] once nothing more can be given back."""
     gc.collect()
@@ -97,11 +109,8 @@ def main(model: str, upstream: str, folder: str | None, context_length: int) -> 
     )
     settings = ProxySettings(model="bench", upstreams=(upstream,), context_length=context_length)
     template = ChatTemplate.from_model(model)
-    with (
-        flags.open(Path(model)) as store,
-        RunningProxy(settings, store, template) as proxy,
-    ):
-        ticker = Ticker(proxy.loop)
+    with flags.open(Path(model)) as store, RunningProxy(settings, store, template) as proxy:
+        ticker = Ticker(loop_of(proxy))
         requests: dict[str, Callable[..., object]] = {
             "ready": lambda: None,
             "url": lambda: proxy.url,
@@ -110,7 +119,6 @@ def main(model: str, upstream: str, folder: str | None, context_length: int) -> 
             "idle": ticker.idle,
             "memory": memory,
             "cpu": time.process_time,
-            "threads": threading.active_count,
         }
         answer(requests, sys.stdin, answers)
 
