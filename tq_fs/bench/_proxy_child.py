@@ -73,7 +73,11 @@ def loop_of(proxy: RunningProxy) -> asyncio.AbstractEventLoop:
 
 
 def memory() -> dict[str, int]:
-    """Return proportional and resident memory [bytes] once nothing more can be given back."""
+    """Return anonymous and resident memory [bytes] once nothing more can be given back.
+
+    Anonymous: what the process has written itself. Files that are mapped, such as libraries, are
+    not in it, and so it does not change with what other processes map.
+    """
     gc.collect()
     time.sleep(_SETTLE_S)
     gc.collect()
@@ -81,7 +85,7 @@ def memory() -> dict[str, int]:
     found = dict[str, int]()
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
-        if name in ("Pss", "Rss"):
+        if name in ("Anonymous", "Rss"):
             found[name.lower()] = int(rest.split()[0]) * _KIB
     return found
 

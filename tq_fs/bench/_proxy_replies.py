@@ -53,11 +53,13 @@ class Replies:
         random = np.random.default_rng(0)
         self._shape = shape
         self._rows = _distinct_ids(shape, tokens + margin + _TEXTS * _ALIGN, random)
-        self._coded = base64.b64encode(self._rows)
+        self._coded = base64.b64encode(self._rows.data)
         self._heads = [_Head.of(tokens, stop_id, random) for _ in range(_TEXTS)]
         self._made: dict[tuple[int, int], bytes] = {}
 
-    def body(self, number: int, *, prompt: int, start_row: int, tokens: int) -> Sequence[bytes]:
+    def body(
+        self, number: int, *, prompt: int, start_row: int, tokens: int
+    ) -> Sequence[bytes | memoryview]:
         """Return the pieces of a body.
 
         Parameters

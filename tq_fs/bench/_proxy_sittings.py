@@ -12,11 +12,12 @@ shared, though: on few of them what the engine takes to send megabytes is in bot
   to its agent once it is written and recorded.
 * **loop stall**: how late a coroutine wakes on the event loop that serves the requests, which
   sleeps 1 ms again and again. Told is the 99.9th percentile of a round, and of those the median:
-  whatever else runs on the machine can hold up the worst one. Once with replies of 2,048 tokens,
-  eight sessions at once, once with replies of 65,536, four at once.
-* **resident**: the growth of the Proxy's memory (PSS) over sessions of 100 Steps that stay open,
-  after garbage was collected and free memory given back (``malloc_trim``), without the bytes of
-  their messages, over their tokens. The first sessions are not counted: buffers and pools are
+  whatever else runs on the machine can hold up the worst one. Rounds are longer than those that
+  are timed, for a thousand wake-ups. Once with replies of 2,048 tokens, eight sessions at once,
+  once with replies of 65,536, four at once.
+* **resident**: the growth of the Proxy's anonymous memory over sessions of 100 Steps that stay
+  open, after garbage was collected and free memory given back (``malloc_trim``), without the bytes
+  of their messages, over their tokens. The first sessions are not counted: buffers and pools are
   there after them. Messages are counted as CPython has them, a dict and its strings, each once.
 """
 
@@ -105,7 +106,7 @@ class Resident(NamedTuple):
     ----------
     sessions, steps, tokens
         What was counted.
-    pss, rss
+    anonymous, rss
         Growth of the Proxy's memory over that [bytes].
     messages
         Bytes of the messages among them.
@@ -114,14 +115,14 @@ class Resident(NamedTuple):
     sessions: int
     steps: int
     tokens: int
-    pss: int
+    anonymous: int
     rss: int
     messages: int
 
     @property
     def bytes_per_token(self) -> float:
         """Growth without messages, over tokens."""
-        return (self.pss - self.messages) / self.tokens
+        return (self.anonymous - self.messages) / self.tokens
 
 
 @contextmanager
@@ -222,7 +223,7 @@ def hold(place: Place, load: Load, *, progress: Progress) -> Resident:
         sessions=len(held),
         steps=load.steps,
         tokens=sum(agent.tokens for agent in held),
-        pss=after["pss"] - before["pss"],
+        anonymous=after["anonymous"] - before["anonymous"],
         rss=after["rss"] - before["rss"],
         messages=sum(agent.message_bytes() for agent in held),
     )

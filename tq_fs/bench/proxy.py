@@ -28,7 +28,8 @@ __all__ = ["TARGETS", "Measured", "ProxyBench", "document", "figures", "measure"
 
 MiB = 1024**2
 _DISK_BYTES = 4 * 1024**3
-_LONG_SESSIONS = 4
+_LONG_SESSIONS, _LONG_TURNS = 4, 3
+_STALL_TURNS = 4  # times those that are timed
 ON, OFF = "store_on", "store_off"
 
 
@@ -39,11 +40,12 @@ class ProxyBench:
     Attributes
     ----------
     repeats
-        Counted rounds of each measurement; of long replies a third of them.
+        Counted rounds of each measurement; of those of the event loop half, of long replies a
+        third of them.
     sessions
         At once.
     turns
-        Of a session in a round.
+        Of a session in a round; four times as many while the event loop is watched.
     tokens, long_tokens
         Of a reply.
     layers, topk, experts
@@ -117,7 +119,7 @@ def measure(bench: ProxyBench, console: Console) -> Measured:
     from tq_fs.bench._proxy_replies import RoutingShape  # noqa: PLC0415
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    long_repeats = max(1, bench.repeats // 3)
+    stall_repeats, long_repeats = max(1, bench.repeats // 2), max(1, bench.repeats // 3)
     with (
         measuring_place(bench.root, _DISK_BYTES) as found,
         Progress(*columns, console=console, auto_refresh=False) as bar,
@@ -125,7 +127,8 @@ def measure(bench: ProxyBench, console: Console) -> Measured:
         place = sit.Place.of(found.folder, RoutingShape(bench.layers, bench.topk, bench.experts))
         advance = _advancing(bar)
         load = Load(bench.sessions, bench.turns, bench.tokens)
-        long = Load(min(_LONG_SESSIONS, bench.sessions), 1, bench.long_tokens)
+        more = Load(bench.sessions, bench.turns * _STALL_TURNS, bench.tokens)
+        long = Load(min(_LONG_SESSIONS, bench.sessions), _LONG_TURNS, bench.long_tokens)
         held = Load(bench.held_sessions, bench.held_turns, bench.held_tokens)
         return Measured(
             place=found.kind,
@@ -137,9 +140,9 @@ def measure(bench: ProxyBench, console: Console) -> Measured:
             ),
             stalls=sit.stall(
                 place,
-                load,
-                repeats=bench.repeats,
-                progress=advance("event loop", sit.runs_of_stall(bench.repeats)),
+                more,
+                repeats=stall_repeats,
+                progress=advance("event loop", sit.runs_of_stall(stall_repeats)),
             ),
             long_stalls=sit.stall(
                 place,
@@ -180,7 +183,7 @@ def figures(measured: Measured) -> dict[str, float]:
         "loop_stall_ms": _ms(p999(measured.stalls.late)),
         "loop_stall_64k_ms": _ms(p999(measured.long_stalls.late)),
         "resident.bytes_per_token": round(resident.bytes_per_token, 2),
-        "resident.growth_mib": round(resident.pss / MiB, 2),
+        "resident.growth_mib": round(resident.anonymous / MiB, 2),
         "resident.rss_growth_mib": round(resident.rss / MiB, 2),
         "resident.messages_mib": round(resident.messages / MiB, 2),
         "resident.tokens": resident.tokens,
