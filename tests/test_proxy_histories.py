@@ -13,7 +13,8 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,9 +29,7 @@ from tests._engines import AskedRequest, Planned
 from tests._rollouts import assert_bits
 from tq_fs.trajectory import messages_of
 
-What = Literal[
-    "ask", "tool", "retry", "edit", "branch", "rewrite", "tools", "leave", "discard", "twice"
-]
+What = Literal["ask", "tool", "retry", "edit", "branch", "rewrite", "tools", "leave", "discard"]
 MODES = ("tito", "snapshot")
 OTHER_TOOL = {**TOOL, "function": {**TOOL["function"], "name": "other"}}
 _names = itertools.count()
@@ -86,8 +85,10 @@ def planned() -> Any:
 ops = st.builds(
     Op,
     what=st.sampled_from(
-        ("ask", "ask", "ask", "tool", "retry", "edit", "branch", "rewrite", "tools")
-        + ("leave", "discard", "twice")
+        [
+            *("ask", "ask", "ask", "tool", "retry", "edit", "branch", "rewrite"),
+            *("tools", "leave", "discard"),
+        ]
     ),
     pick=st.integers(0, 7),
     words=st.integers(0, 99),
@@ -144,17 +145,6 @@ class Player:
     def tools(self, op: Op) -> None:
         self.given = [TOOL, OTHER_TOOL][: op.pick % 3] or None
         self.ask(op)
-
-    def twice(self, op: Op) -> None:
-        """Two requests at once that continue the same: the second is another branch.
-
-        Which one comes first is not told, so that both are the same request.
-        """
-        before = self.done[-1] if self.done else []
-        messages = [*before, user(f"both {op.words}")]
-        first, second = together([lambda: self._ask(messages, op)] * 2)
-        assert first == second, "the same tokens in, the same tokens out"
-        self.done += [[*messages, first], [*messages, second]]
 
     def leave(self, op: Op) -> None:
         """Go away while the engine generates: nothing is recorded."""
@@ -218,6 +208,25 @@ def worlds(
         ]
 
 
+@contextmanager
+def pausing(world: World) -> Iterator[None]:
+    """Pause and resume generation all the while; agents notice nothing but the time."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(0.02):
+            for what in ("pause", "resume"):
+                assert world.send("POST", f"/v1/rollout/{what}", {}).status == 200
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(30)
+
+
 def finalized(world: World, session_id: str) -> list[tq_fs.Segment]:
     answer = world.send("POST", "/session/finalize", {"session_id": session_id})
     assert answer.status == 200, answer.body
@@ -273,12 +282,10 @@ def test_tensors_are_the_same_with_the_store_off_and_on(
     segments: list[list[tq_fs.Segment]] = []
     for one in worlds:
         players = [Player(one, name, f"prompt {number}") for name in names]
-        ended = together(
-            [
-                lambda player=player, plan=plan: player.play(plan)  # type: ignore[misc]
-                for player, plan in zip(players, plans, strict=True)
-            ]
-        )
+        with pausing(one):
+            ended = together(
+                [partial(p.play, plan) for p, plan in zip(players, plans, strict=True)]
+            )
         assert ended == [None] * len(plans)
         segments.append([s for name in names for s in finalized(one, name)])
     kept, stored = segments
