@@ -118,15 +118,15 @@ class Trajectory:
         record = replace(planned.record, arrays=arrays, stored=stored)
         with self._lock:
             self._check_open()
-            if record.kind == "append":
-                assert record.parent is not None
-                self._check_tip(record.parent)
-            self._versions = self._check_versions(record)
-            self.specs = tuple(_fixed(s, planned) for s in self.specs)
-            if record.parent is not None and record.kind == "append":
-                if self.mode == "snapshot":
-                    record = self._in_chain(record, record.parent)
-                self._continued.add(record.parent)
+            appended = record.parent if record.kind == "append" else None
+            if appended is not None:
+                self._check_tip(appended)
+            versions = self._check_versions(record)
+            specs = tuple(_fixed(s, planned) for s in self.specs)
+            if appended is not None:
+                record = self._in_chain(record, appended)
+                self._continued.add(appended)
+            self._versions, self.specs = versions, specs
             self._records[record.index] = record
         return record
 
@@ -227,11 +227,13 @@ class Trajectory:
             )
 
     def _in_chain(self, record: StepRecord, parent: int) -> StepRecord:
-        """Return a Step with its tokens in memory that its chain shares, each token once.
+        """Return an append Step with its tokens in memory that its chain shares, each token once.
 
-        It begins with its parent's tokens, and nothing else follows those in the parent's memory:
-        a Step is appended to once.
+        In snapshot mode it begins with its parent's tokens, and nothing else follows those in the
+        parent's memory: a Step is appended to once.
         """
+        if self.mode != "snapshot":
+            return record
         old, new = len(self._records[parent].tokens), len(record.tokens)
         room = self._room.get(parent, _NO_ROOM)
         if new <= len(room):
