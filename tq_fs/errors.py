@@ -107,6 +107,12 @@ class UpstreamUnavailable(RetryError):
     code = "upstream_unavailable"
 
 
+class UpstreamTimeout(UpstreamUnavailable):
+    """The rollout engine did not answer in time."""
+
+    code = "upstream_timeout"
+
+
 class RolloutPaused(RetryError):
     """Generation is paused, and was not resumed in time."""
 
