@@ -1,5 +1,6 @@
 """Session, StepRecord, Segment: the order of a rollout. Holds no large arrays of its own."""
 
+from tq_fs.trajectory._chunks import RolloutChunk, join_chunks
 from tq_fs.trajectory._closed import ClosedSession
 from tq_fs.trajectory._document import (
     TRAJECTORY_SCHEMA,
@@ -19,11 +20,14 @@ from tq_fs.trajectory._segments import (
     response_length,
 )
 from tq_fs.trajectory._session import PlannedStep, StepInput, Trajectory
+from tq_fs.trajectory._versions import ANY_VERSIONS, VersionRule
 
 __all__ = [
+    "ANY_VERSIONS",
     "TRAJECTORY_SCHEMA",
     "ClosedSession",
     "PlannedStep",
+    "RolloutChunk",
     "Sample",
     "Segment",
     "StepInput",
@@ -31,11 +35,13 @@ __all__ = [
     "StepRecord",
     "Trajectory",
     "TrajectoryDocument",
+    "VersionRule",
     "build_segment",
     "chains",
     "check_views",
     "decode_trajectory",
     "encode_trajectory",
+    "join_chunks",
     "pieces",
     "response_length",
     "trajectory_document",
