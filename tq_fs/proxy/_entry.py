@@ -23,7 +23,6 @@ class Live:
     conversation: Conversation
 
 
-@dataclass(frozen=True, slots=True)
 class Asked:
     """A request that carried an ``X-Turn-Id``, for who asks the same again.
 
@@ -33,10 +32,22 @@ class Asked:
         Of what was asked.
     answer
         None where the request was broken off and recorded nothing.
+    recording
+        Whether the Step is on its way into the store: how that ends is the answer.
     """
 
-    digest: bytes
-    answer: asyncio.Future[ChatAnswer | None]
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
+        self.recording = False
+        self.answer: asyncio.Future[ChatAnswer | None] = asyncio.Future()
+        self.answer.add_done_callback(seen)
+
+    def fail(self, error: BaseException) -> None:
+        """Let those who wait fail as well, or ask themselves where the request was broken off."""
+        if isinstance(error, Exception):
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(None)
 
 
 class Entry:
@@ -77,6 +88,7 @@ class Entry:
         self.used_s = used_s
         self.answer: FinalizeAnswer | None = None
         self.segments: list[Segment] = []
+        self.extra: dict[str, Any] = {}
         self.nbytes = 0
 
     @property
@@ -130,6 +142,23 @@ class Entry:
         self.ending = asyncio.create_task(work)
         self.ending.add_done_callback(seen)
         return self.ending
+
+    def record(self, recording: asyncio.Task[ChatAnswer], asked: Asked | None) -> None:
+        """Take charge of a Step on its way into the store."""
+        self.recording.add(recording)
+        recording.add_done_callback(self.recording.discard)
+        recording.add_done_callback(seen)
+        if asked is not None:
+            asked.recording = True
+            recording.add_done_callback(lambda task: self._settle(task, asked))
+
+    def _settle(self, recording: asyncio.Task[ChatAnswer], asked: Asked) -> None:
+        error = asyncio.CancelledError() if recording.cancelled() else recording.exception()
+        if error is None:
+            asked.answer.set_result(recording.result())
+            return
+        self.turns = {name: turn for name, turn in self.turns.items() if turn is not asked}
+        asked.fail(error)
 
     async def quiet(self) -> None:
         """Break off what is under way, and wait until nothing is."""

@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
+from msgspec import UNSET
+
 from tq_fs.errors import SessionBusy, SessionClosed, SessionMissing, TableFull, TqFsError
 from tq_fs.logs import log_context
 from tq_fs.metrics import Sample
@@ -195,16 +197,16 @@ class Sessions:
         return entry.answer
 
     def _close(self, entry: Entry, live: Live, request: FinalizeRequest) -> list[Segment]:
-        extra = {
+        entry.extra = {
             "instance_id": entry.instance_id,
             "conversation": live.conversation.document(),
             **(request.extra or {}),
         }
         settings = self._settings
         return live.session.finalize(
-            consumers=request.consumers or settings.consumers,
-            views=request.views or settings.views,
-            extra=extra,
+            consumers=settings.consumers if request.consumers is UNSET else request.consumers,
+            views=settings.views if request.views is UNSET else request.views,
+            extra=entry.extra,
         )
 
     def _keep(self, entry: Entry) -> None:
@@ -316,6 +318,11 @@ class Sessions:
             self._kept_bytes -= entry.nbytes
             forgotten += 1
         return forgotten
+
+    def forget_all(self, session_ids: Iterable[str]) -> int:
+        """Keep no finalized incarnation of these; returns how many were kept until now."""
+        chosen = {id(e): e for s in session_ids for e in self._kept.get(s, ())}
+        return self.forget(list(chosen.values()))
 
     # ------------------------------------------------------------ whole
 
