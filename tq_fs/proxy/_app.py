@@ -56,7 +56,7 @@ def create_app(
     template
         The model's tokenizer and chat template, :class:`tq_fs.proxy.ChatTemplate`.
     metrics
-        Counts; what :func:`tq_fs.open_store` was given, so that ``/metrics`` tells of the store too.
+        Counts; what :func:`tq_fs.open_store` was given, so that ``/metrics`` tells of both.
     clock
         Seconds, for how long a session was idle.
 
@@ -121,7 +121,7 @@ async def _running(
             engine=engine,
             gate=gate,
             template=template,
-            check=RoutingCheck(settings.routing_check, metrics),
+            check=RoutingCheck(settings.routing_check, metrics, dense_layers=settings.dense_layers),
             specs=store.fields,
             workers=workers,
             recorders=recorders,

@@ -147,9 +147,7 @@ class ProxyClient:
         given = {"session_ids": session_ids, "instance_id": instance_id, "limit": limit}
         body: dict[str, Any] = {n: value for n, value in given.items() if value is not None}
         headers = {"Accept": MSGPACK if binary else JSON}
-        answer = self._call(
-            "POST", "/trajectory/read", {**body, "forget": forget}, headers=headers
-        )
+        answer = self._call("POST", "/trajectory/read", {**body, "forget": forget}, headers=headers)
         return segments_of(_decoded(answer, ReadAnswer, binary=binary))
 
     def forget(self, session_ids: Iterable[str]) -> int:

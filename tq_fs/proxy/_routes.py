@@ -11,7 +11,6 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-import tq_fs
 from tq_fs.metrics import TEXT_TYPE, Metrics, exposition
 from tq_fs.proxy import _wire as wire
 from tq_fs.proxy._answers import events

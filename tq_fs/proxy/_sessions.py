@@ -1,5 +1,4 @@
-"""The table of sessions: which are open, which are finalized and kept, and how one becomes the
-other.
+"""The table of sessions: which are open, which are finalized and kept.
 
 ::
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from tq_fs.errors import InvalidConfig
+from tq_fs.ingest import RoutingPolicy
 from tq_fs.manifests import Mode
 from tq_fs.trajectory import check_views
 
 MiB = 1024 * 1024
 GiB = 1024 * MiB
-
-RoutingPolicy = Literal["warn", "reject", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +46,8 @@ class ProxySettings:
         Most weight versions that a session may span; None for any.
     routing_check
         What becomes of routing rows that no router gives: ``warn``, ``reject`` or ``off``.
+    dense_layers
+        Layers of the routing that do not route, and are not looked at.
     timeout_s
         Seconds that the engine may take for one generation.
     pause_deadline_s
@@ -87,6 +88,7 @@ class ProxySettings:
     partial_rollout: bool = True
     max_version_span: int | None = None
     routing_check: RoutingPolicy = "warn"
+    dense_layers: tuple[int, ...] = ()
     timeout_s: float = 3600.0
     pause_deadline_s: float = 60.0
     paused_s: float = 3600.0
