@@ -138,6 +138,7 @@ async def _running(
             workers=workers,
             callers=callers,
             metrics=metrics,
+            loop=asyncio.get_running_loop(),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Proxy:
     workers: Executor
     callers: Executor
     metrics: Metrics
+    loop: asyncio.AbstractEventLoop
 
 
 async def _body(proxy: Proxy, request: Request, decode: Callable[[bytes], T]) -> T:
