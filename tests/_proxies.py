@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import tq_fs
 from tests._engines import FakeEngine
@@ -142,6 +143,12 @@ class World:
         """The open entry of a session; None where there is none."""
         return self.inside.sessions._open.get(session_id)
 
+    def store_records(self, session_id: str) -> list[tq_fs.StepRecord]:
+        """The recorded Steps of an open session."""
+        live = self.entry(session_id).opening.result()
+        records: list[tq_fs.StepRecord] = live.session.records
+        return records
+
     def quiet(self, session_id: str | None = None, seconds: float = 10.0) -> None:
         """Wait until nothing is under way."""
         wait_until(lambda: not self._busy(session_id), seconds)
@@ -200,6 +207,21 @@ def world(
             yield World(fake, proxy, opened, client, metrics, folder)
 
 
+class Slow:
+    """A method that waits until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        call = getattr(kind, name)
+
+        def slow(this: Any, *args: Any, **named: Any) -> Any:
+            self.entered.set()
+            assert self.go_on.wait(20)
+            return call(this, *args, **named)
+
+        monkeypatch.setattr(kind, name, slow)
+
+
 def together(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     """Call all at once, each in a thread; returns what they return or raise."""
     found: dict[int, Any] = {}
@@ -210,9 +232,7 @@ def together(calls: Iterable[Callable[[], Any]]) -> list[Any]:
         except Exception as error:
             found[place] = error
 
-    threads = [
-        threading.Thread(target=run, args=(place, call)) for place, call in enumerate(calls)
-    ]
+    threads = [threading.Thread(target=run, args=(place, call)) for place, call in enumerate(calls)]
     for thread in threads:
         thread.start()
     for thread in threads:

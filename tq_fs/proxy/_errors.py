@@ -11,7 +11,7 @@ error                                         status  type
 ``UpstreamUnavailable``, ``UpstreamRefused``  502     upstream_error
 ``CorruptError``                              502     upstream_error
 ``CapacityError``, other ``RetryError``       503     overloaded_error
-any other                                     500     server_error
+any other, and ``StepTooLarge``               500     server_error
 ============================================  ======  =======================
 
 The body is ``{"error": {"message", "type", "code", "subject", "remedy"}}``; ``code`` is the error's
@@ -36,6 +36,7 @@ _STATUS: tuple[tuple[type[TqFsError], int], ...] = (  # the first that fits
     (errors.RetryError, 503),
     (errors.CapacityError, 503),
     (errors.Unauthorized, 401),
+    (errors.StepTooLarge, 500),
     (errors.InputError, 400),
     (errors.MissingError, 404),
     (errors.ConflictError, 409),

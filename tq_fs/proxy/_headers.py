@@ -58,4 +58,6 @@ def _text(headers: Mapping[str, str], name: str) -> str | None:
     try:
         return found.encode("latin-1").decode()  # as the framework decodes it, and back
     except UnicodeDecodeError as error:
-        raise InvalidRequest("is no UTF-8", subject=name) from error
+        raise InvalidRequest(
+            "is no UTF-8", subject=name, remedy="send the bytes of UTF-8, or ASCII"
+        ) from error

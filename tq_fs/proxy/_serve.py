@@ -153,20 +153,16 @@ def _config(app: Any) -> Any:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(2048)
+        return socket.create_server(address, family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise InvalidConfig(
             f"cannot be listened at: {error}",
             subject=f"{host}:{port}",
             remedy="choose another port, or 0 for a free one",
         ) from error
-    return listening
 
 
 def _url(listening: socket.socket) -> str:

@@ -133,6 +133,7 @@ class Sessions:
         session = self._store.session(
             session_id, partition=settings.partition, mode=settings.mode, versions=self._rule
         )
+        _ = session.trajectory.incarnation.path  # refuses ids too long to be stored, also in memory
         return Live(session, Conversation(session.trajectory, self._renderer))
 
     def _check_room(self) -> None:

@@ -297,9 +297,13 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"cannot be read: {error}", subject="the body") from error
+        raise InvalidRequest(
+            f"cannot be read: {error}", subject="the body", remedy="see /openapi.json"
+        ) from error
     except RecursionError as error:
-        raise InvalidRequest("is nested too deeply", subject="the body") from error
+        raise InvalidRequest(
+            "is nested too deeply", subject="the body", remedy="see /openapi.json"
+        ) from error
 
 
 def decode_chat(body: bytes) -> ChatRequest:
@@ -314,7 +318,9 @@ def decode_chat(body: bytes) -> ChatRequest:
         _check_message(message, f"messages[{place}]")
     for place, tool in enumerate(request.tools or ()):
         if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), dict):
-            raise InvalidRequest("is no function", subject=f"tools[{place}]")
+            raise InvalidRequest(
+                "is no function", subject=f"tools[{place}]", remedy="functions alone are served"
+            )
     _check_served(request)
     return request
 
@@ -350,11 +356,13 @@ def _check_message(message: Message, subject: str) -> None:
             remedy="images and sound are not served",
         )
     if content is None and role != "assistant":
-        raise InvalidRequest("has no content", subject=subject)
+        raise InvalidRequest("has no content", subject=subject, remedy="send text, or empty text")
     calls = message.get("tool_calls")
     if not (calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))):
         raise InvalidRequest(
-            "its tool_calls are no list of functions with name and arguments", subject=subject
+            "its tool_calls are no list of functions with a name",
+            subject=subject,
+            remedy="send back what was answered",
         )
 
 
