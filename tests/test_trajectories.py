@@ -127,7 +127,7 @@ def test_every_history_comes_back_bit_for_bit_whatever_fields_are_stored(
         return made
 
     with tempfile.TemporaryDirectory() as folder, small_chunks():
-        with tq_fs.open_store(None, fields=specs(fields)) as off:
+        with tq_fs.open_store(None, fields=specs(fields), compact=case.compact) as off:
             kept = recorded(off)
         with keeping(Path(folder), fields, **more) as store:
             first = recorded(store)

@@ -116,7 +116,7 @@ class JsonText:
             return
         while True:
             key = yield from self.value(_KEY_BYTES, "a key")
-            if key[0] != QUOTE:
+            if not key.startswith(b'"'):
                 raise self.malformed("a key is no string")
             yield from self.take(b":")
             yield from read(self.decoded(_words.decode, key, "a key"))

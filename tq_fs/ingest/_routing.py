@@ -16,7 +16,7 @@ from tq_fs.metrics import Metrics
 
 RoutingPolicy: TypeAlias = Literal["warn", "reject", "off"]
 
-_BLOCK_IDS = 65536  # int32 and narrow ids of a block stay in the L2 cache
+_BLOCK_IDS = 1 << 18  # fewer calls count more than a smaller cache
 _MANY_LAYERS = 8  # of top-1 routing: below, one expert in all of them can be chance
 _log = logging.getLogger(__name__)
 

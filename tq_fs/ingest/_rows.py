@@ -61,19 +61,21 @@ class RowBuffer:
         ReplyInvalid
             It is no base64, or the rows are more than prompt and new tokens allow.
         """
-        text = self._rest + text if self._rest else text
-        whole = len(text) & ~3
-        self._rest = text[whole:]
-        if whole and self._padded:
-            raise self._no_base64("goes on after its padding")
-        if whole:
-            text = text[:whole] if self._rest else text
-            self._padded = text.endswith(b"=")
-            self._put(self._decoded(text))
+        over = (len(self._rest) + len(text)) & 3
+        if over > len(text):  # fewer than make a quantum
+            self._rest += text
+            return
+        whole = b'"%b%b"' % (self._rest, memoryview(text)[: len(text) - over])
+        self._rest = text[len(text) - over :] if over else b""
+        if len(whole) > 2:
+            if self._padded:
+                raise self._no_base64("goes on after its padding")
+            self._padded = whole.endswith(b'="')
+            self._put(self._decoded(whole))
 
-    def _decoded(self, text: bytes) -> bytes:
+    def _decoded(self, quoted: bytes) -> bytes:
         try:
-            return _decoder.decode(b'"%b"' % text)
+            return _decoder.decode(quoted)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._no_base64("has characters that are none") from error
 

@@ -112,12 +112,12 @@ def join_chunks(chunks: Sequence[RolloutChunk], *, first_row: int, rows: int) ->
 
 def _with_rows(chunks: Sequence[RolloutChunk]) -> Iterator[tuple[str, RolloutChunk, bool]]:
     """Yield the chunks that gave something; whether they count from their first row on."""
-    first = False
+    first, begun = False, False
     for number, chunk in enumerate(chunks):
         first = first or chunk.is_first_chunk
         if chunk.output_token_count or len(chunk.data):
-            yield f"chunk {number}", chunk, first
-            first = False
+            yield f"chunk {number}", chunk, first and not begun
+            begun = True
 
 
 def _check_count(chunk: RolloutChunk, about: str) -> None:
