@@ -94,7 +94,7 @@ class World:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            connection.request(method, path, sent, dict(headers or {}))  # type: ignore[arg-type]
+            connection.request(method, path, sent, dict(headers or {}))
             answer = connection.getresponse()
             return Answer(answer.status, dict(answer.getheaders()), answer.read())
         finally:
@@ -136,7 +136,7 @@ class World:
 
     def tasks(self) -> list[str]:
         """Names of what runs on the event loop, but for what always does."""
-        names = self.on_loop(lambda: [t.get_coro().__qualname__ for t in asyncio.all_tasks()])
+        names = self.on_loop(lambda: [str(t.get_coro()) for t in asyncio.all_tasks()])
         return sorted(n for n in names if not any(word in n for word in _ALWAYS))
 
     def entry(self, session_id: str) -> Any:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,9 @@ def test_with_tool_choice_none_the_answer_is_not_searched_for_calls(proxy: World
 def test_many_sessions_at_once_do_not_mix(place: Path | None) -> None:
     with world(place, engine={"token_s": 0.001}) as w:
         names = [f"s{i}" for i in range(8)]
-        together([lambda n=n: w.play(n, 3, headers={"X-Instance-Id": n[:1]}) for n in names])
+        together(partial(w.play, n, 3, headers={"X-Instance-Id": n[:1]}) for n in names)
         assert w.engine.most_running > 1
-        answers = together([lambda n=n: w.client.finalize(n) for n in names])
+        answers = together(partial(w.client.finalize, n) for n in names)
         assert [a.steps for a in answers] == [3] * 8
         segments = w.client.read(instance_id="s")
         assert sorted(s.session_id for s in segments) == names

@@ -111,7 +111,7 @@ class ProxyClient:
     ) -> wire.FinalizeAnswer:
         """Make a session's Segments; again, the same answer."""
         given = {"consumers": consumers, "views": views, "extra": extra}
-        body = {name: value for name, value in given.items() if value is not None}
+        body: dict[str, Any] = {n: value for n, value in given.items() if value is not None}
         body |= {"session_id": session_id, "abort": abort}
         return self._post("/session/finalize", body, wire.FinalizeAnswer)
 

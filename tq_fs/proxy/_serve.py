@@ -125,7 +125,7 @@ class RunningProxy:
             self._started.set()
 
 
-class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not seen by the type checker
+class _Server(uvicorn.Server):
     """Says when it is ready."""
 
     def __init__(self, config: Any, *, ready: Callable[[str], None] | None, url: str) -> None:

@@ -220,7 +220,7 @@ def _head(kind: bytes, count: int) -> bytes:
 
 def _slices(array: Array) -> Iterator[memoryview]:
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    whole = memoryview(little.reshape(-1).view(np.uint8))
+    whole = little.reshape(-1).view(np.uint8).data
     return (whole[at : at + _SLICE] for at in range(0, len(whole), _SLICE))
 
 
