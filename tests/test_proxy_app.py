@@ -604,10 +604,10 @@ def test_bytes_of_kept_sessions_are_bounded() -> None:
     with world(None, kept_bytes=1000) as w:
         w.play("a", 1)
         w.client.finalize("a")
-        assert w.inside.sessions._kept_bytes > 1000
+        assert w.inside.sessions.kept.nbytes > 1000
         assert w.chat("b", [user("?")]).code == "table_full"
         w.client.read(forget=True)
-        assert w.inside.sessions._kept_bytes == 0
+        assert w.inside.sessions.kept.nbytes == 0
         w.play("b", 1)
 
 

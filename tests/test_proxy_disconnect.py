@@ -255,8 +255,6 @@ def test_while_its_step_is_recorded(
         visitor.leave(how)
         wait_until(lambda: not proxy.entry("s").working)
         assert proxy.entry("s").busy
-        busy = proxy.send("POST", "/session/finalize", {"session_id": "s"})
-        assert (busy.status, busy.code) == (409, "session_busy")
         slow.go_on.set()
     proxy.quiet()
     again = proxy.chat("s", question, max_tokens=20, headers={"X-Turn-Id": "t"})
@@ -264,6 +262,27 @@ def test_while_its_step_is_recorded(
     assert reply["content"] == "recorded"
     assert again.json["tq_fs"]["kind"] == "append"
     check_nothing_left(proxy, [*question, reply], recorded=2)
+
+
+def test_a_finalize_waits_for_the_step_of_who_went_away(
+    proxy: World, monkeypatch: pytest.MonkeyPatch, how: How
+) -> None:
+    messages = proxy.play("s", 1)
+    with monkeypatch.context() as patch:
+        slow = Slow(patch, Trajectory, "commit")
+        visitor = Visitor(proxy)
+        visitor.ask([*messages, user("?")])
+        assert slow.entered.wait(10)
+        visitor.leave(how)
+        wait_until(lambda: not proxy.entry("s").working)
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(proxy.client.finalize("s").steps))
+        thread.start()
+        wait_until(lambda: proxy.entry("s").state == "finalizing")
+        slow.go_on.set()
+        thread.join(10)
+    assert found == [2]
+    check_tensors(proxy, proxy.client.read(["s"]))
 
 
 def test_while_its_step_cannot_be_recorded(

@@ -25,10 +25,11 @@ from tq_fs.proxy._engine import SglangEngine
 from tq_fs.proxy._errors import RETRY_AFTER_S, error_body, plain_error, status_of
 from tq_fs.proxy._gate import Gate
 from tq_fs.proxy._openapi import describe
+from tq_fs.proxy._parts import Parts, Template, check_specs
 from tq_fs.proxy._routes import Proxy, add_routes
 from tq_fs.proxy._sessions import Sessions
 from tq_fs.proxy._settings import ProxySettings
-from tq_fs.proxy._turns import Parts, Template, Turns, check_specs
+from tq_fs.proxy._turns import Turns
 from tq_fs.store import Store
 
 _log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from tq_fs.errors import InvalidRequest, SessionClosed
+from tq_fs.proxy._entry import seen
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ async def attended(request: Request, work: Coroutine[Any, Any, T]) -> T:
         ``abort``.
     """
     task = asyncio.create_task(work)
+    task.add_done_callback(seen)
     gone = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -20,6 +20,7 @@ from tq_fs.proxy._capabilities import Capabilities, capabilities
 from tq_fs.proxy._entry import Entry
 from tq_fs.proxy._gate import Gate
 from tq_fs.proxy._headers import Origin
+from tq_fs.proxy._requests import decode, decode_chat
 from tq_fs.proxy._sessions import Sessions
 from tq_fs.proxy._settings import ProxySettings
 from tq_fs.proxy._threads import in_thread
@@ -54,15 +55,15 @@ class Proxy:
     loop: asyncio.AbstractEventLoop
 
 
-async def _body(proxy: Proxy, request: Request, decode: Callable[[bytes], T]) -> T:
+async def _body(proxy: Proxy, request: Request, decoded: Callable[[bytes], T]) -> T:
     body = await body_of(request, proxy.settings.body_bytes)
     if len(body) < _LARGE:
-        return decode(body)
-    return await in_thread(proxy.workers, lambda: decode(body))
+        return decoded(body)
+    return await in_thread(proxy.workers, lambda: decoded(body))
 
 
 def _decoder(kind: type[T]) -> Callable[[bytes], T]:
-    return lambda body: wire.decode(body, kind)
+    return lambda body: decode(body, kind)
 
 
 def _answer(value: object) -> Response:
@@ -75,7 +76,7 @@ def _answer(value: object) -> Response:
 async def chat(proxy: Proxy, request: Request) -> Response:
     """Generate an answer, record it, and return it in OpenAI's form."""
     origin = Origin.of(request.headers)
-    asked = await _body(proxy, request, wire.decode_chat)
+    asked = await _body(proxy, request, decode_chat)
     answer = await attended(request, proxy.turns.answer(asked, origin))
     if asked.stream:
         return Response(events(answer, asked), media_type="text/event-stream")
@@ -119,7 +120,7 @@ async def discard(proxy: Proxy, request: Request) -> Response:
 async def read(proxy: Proxy, request: Request) -> Response:
     """Return the Segments of finalized sessions; values too, where they are not stored."""
     asked = await _body(proxy, request, _decoder(wire.ReadRequest))
-    entries = proxy.sessions.read(asked)
+    entries = proxy.sessions.kept.asked_for(asked)
     binary = MSGPACK in request.headers.get("accept", "")
     pieces = gathered(msgpack_pieces(entries) if binary else json_pieces(entries))
     sent = _sent(proxy, pieces, entries if asked.forget else [])
@@ -131,13 +132,15 @@ async def _sent(
 ) -> AsyncIterator[bytes]:
     while piece := await in_thread(proxy.workers, lambda: next(pieces, b"")):
         yield piece
-    proxy.sessions.forget(to_forget)
+    proxy.sessions.kept.forget(to_forget)
 
 
 async def forget(proxy: Proxy, request: Request) -> Response:
     """Keep finalized sessions no longer."""
     asked = await _body(proxy, request, _decoder(wire.ForgetRequest))
-    return _answer(wire.ForgetAnswer(forgotten=proxy.sessions.forget_all(asked.session_ids)))
+    return _answer(
+        wire.ForgetAnswer(forgotten=proxy.sessions.kept.forget_sessions(asked.session_ids))
+    )
 
 
 async def release(proxy: Proxy, request: Request) -> Response:

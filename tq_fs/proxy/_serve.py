@@ -14,8 +14,8 @@ import uvicorn
 from tq_fs.errors import InvalidConfig, ProxyUnavailable
 from tq_fs.metrics import Metrics
 from tq_fs.proxy._app import create_app
+from tq_fs.proxy._parts import Template
 from tq_fs.proxy._settings import ProxySettings
-from tq_fs.proxy._turns import Template
 from tq_fs.store import Store
 
 _START_S = 60.0

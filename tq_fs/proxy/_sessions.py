@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
@@ -26,13 +26,13 @@ from tq_fs.errors import SessionBusy, SessionClosed, SessionMissing, TableFull, 
 from tq_fs.logs import log_context
 from tq_fs.metrics import Sample
 from tq_fs.proxy._entry import Entry, Live, seen
+from tq_fs.proxy._kept import Kept
 from tq_fs.proxy._settings import ProxySettings
 from tq_fs.proxy._threads import in_thread
 from tq_fs.proxy._wire import (
     DiscardAnswer,
     FinalizeAnswer,
     FinalizeRequest,
-    ReadRequest,
     SegmentAnswer,
 )
 from tq_fs.store import Store
@@ -43,6 +43,11 @@ _log = logging.getLogger(__name__)
 
 class Sessions:
     """All sessions of a Proxy. Of one event loop: nothing else may call it.
+
+    Attributes
+    ----------
+    kept
+        Those that are finalized.
 
     Parameters
     ----------
@@ -76,9 +81,7 @@ class Sessions:
             partial_rollout=settings.partial_rollout, max_span=settings.max_version_span
         )
         self._open: dict[str, Entry] = {}
-        self._kept: dict[str, list[Entry]] = {}
-        self._kept_sessions = 0
-        self._kept_bytes = 0
+        self.kept = Kept()
 
     # ------------------------------------------------------------ requests
 
@@ -108,10 +111,6 @@ class Sessions:
             entry.working.discard(task)
             entry.used_s = self._clock()
 
-    def kept(self, session_id: str) -> Iterator[Entry]:
-        """Yield the finalized incarnations of a session id, the latest first."""
-        return reversed(self._kept.get(session_id, ()))
-
     def _begin(self, session_id: str) -> Entry:
         self._check_room()
         entry = Entry(session_id, self._clock())
@@ -140,8 +139,8 @@ class Sessions:
         settings = self._settings
         for what, have, most in (
             ("open sessions", len(self._open), settings.open_sessions),
-            ("finalized sessions that are kept", self._kept_sessions, settings.kept_sessions),
-            ("bytes of finalized sessions", self._kept_bytes, settings.kept_bytes),
+            ("finalized sessions that are kept", len(self.kept), settings.kept_sessions),
+            ("bytes of finalized sessions", self.kept.nbytes, settings.kept_bytes),
         ):
             if have >= most:
                 raise TableFull(
@@ -155,7 +154,8 @@ class Sessions:
     async def finalize(self, request: FinalizeRequest) -> FinalizeAnswer:
         """Finalize a session; again, return the same answer.
 
-        A client that goes away does not stop it.
+        Waits for Steps that are being recorded for clients that went away. A client that goes away
+        does not stop it.
 
         Raises
         ------
@@ -171,9 +171,9 @@ class Sessions:
             return entry.answer
         if entry.state != "finalizing":
             entry.check_open()
-            if entry.busy and not request.abort:
+            if entry.working and not request.abort:
                 raise SessionBusy(
-                    f"{len(entry.working | entry.recording)} requests are under way",
+                    f"{len(entry.working)} requests are under way",
                     subject=entry.about,
                     remedy="wait for their answers, or finalize with abort",
                 )
@@ -191,9 +191,11 @@ class Sessions:
         except BaseException:
             entry.state, entry.ending = "open", None
             raise
-        entry.segments, entry.nbytes = segments, sum(map(_nbytes, segments))
+        entry.segments = segments
         entry.answer = _answer(entry, live, segments)
-        self._keep(entry)
+        entry.state, entry.ending, entry.opening = "finalized", None, None
+        del self._open[entry.session_id]
+        self.kept.add(entry)
         return entry.answer
 
     def _close(self, entry: Entry, live: Live, request: FinalizeRequest) -> list[Segment]:
@@ -209,15 +211,8 @@ class Sessions:
             extra=entry.extra,
         )
 
-    def _keep(self, entry: Entry) -> None:
-        entry.state, entry.ending, entry.opening = "finalized", None, None
-        del self._open[entry.session_id]
-        self._kept.setdefault(entry.session_id, []).append(entry)
-        self._kept_sessions += 1
-        self._kept_bytes += entry.nbytes
-
     def _latest(self, session_id: str) -> Entry:
-        entry = self._open.get(session_id) or next(self.kept(session_id), None)
+        entry = self._open.get(session_id) or next(iter(self.kept.of(session_id)), None)
         if entry is None:
             raise SessionMissing(
                 "is neither open nor kept",
@@ -240,7 +235,7 @@ class Sessions:
         """
         entry = self._open.get(session_id)
         if entry is None:
-            if session_id in self._kept:
+            if self.kept.of(session_id):
                 raise SessionClosed(
                     "was finalized",
                     subject=f"session {session_id!r}",
@@ -281,57 +276,14 @@ class Sessions:
                     _log.warning("was idle, and cannot be discarded: %s", error)
         return swept
 
-    # ------------------------------------------------------------ read
-
-    def read(self, request: ReadRequest) -> list[Entry]:
-        """Return the finalized sessions that are asked for.
-
-        Raises
-        ------
-        SessionMissing
-            One that is named is not kept.
-        """
-        if request.session_ids is not None:
-            for session_id in request.session_ids:
-                if session_id not in self._kept:
-                    raise SessionMissing(
-                        "is not finalized, or was forgotten", subject=f"session {session_id!r}"
-                    )
-            chosen = [e for s in dict.fromkeys(request.session_ids) for e in self._kept[s]]
-        else:
-            chosen = [e for entries in self._kept.values() for e in entries]
-        if request.instance_id is not None:
-            chosen = [e for e in chosen if e.instance_id == request.instance_id]
-        return chosen[: request.limit]
-
-    def forget(self, entries: Iterable[Entry]) -> int:
-        """Keep finalized sessions no longer; returns how many were kept until now."""
-        forgotten = 0
-        for entry in entries:
-            mine = self._kept.get(entry.session_id, [])
-            if entry not in mine:
-                continue
-            mine.remove(entry)
-            if not mine:
-                del self._kept[entry.session_id]
-            self._kept_sessions -= 1
-            self._kept_bytes -= entry.nbytes
-            forgotten += 1
-        return forgotten
-
-    def forget_all(self, session_ids: Iterable[str]) -> int:
-        """Keep no finalized incarnation of these; returns how many were kept until now."""
-        chosen = {id(e): e for s in session_ids for e in self._kept.get(s, ())}
-        return self.forget(list(chosen.values()))
-
     # ------------------------------------------------------------ whole
 
     def samples(self) -> Iterator[Sample]:
         """Yield what :meth:`tq_fs.metrics.Metrics.watch` wants to know."""
         entries = list(self._open.values())
         yield Sample("tqfs_proxy_sessions", len(entries), {"state": "open"})
-        yield Sample("tqfs_proxy_sessions", self._kept_sessions, {"state": "finalized"})
-        yield Sample("tqfs_proxy_kept_bytes", self._kept_bytes)
+        yield Sample("tqfs_proxy_sessions", len(self.kept), {"state": "finalized"})
+        yield Sample("tqfs_proxy_kept_bytes", self.kept.nbytes)
         yield Sample("tqfs_proxy_running_requests", sum(len(e.working) for e in entries))
 
     async def close(self) -> None:
@@ -342,11 +294,6 @@ class Sessions:
                 await asyncio.wait([entry.ending])
             if entry.opening is not None:
                 await asyncio.wait([entry.opening])
-
-
-def _nbytes(segment: Segment) -> int:
-    arrays = sum(array.nbytes for array in segment.arrays.values())
-    return segment.tokens.nbytes + segment.loss_mask.nbytes + arrays
 
 
 def _answer(entry: Entry, live: Live, segments: list[Segment]) -> FinalizeAnswer:

@@ -15,76 +15,29 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from hashlib import sha256
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy.typing as npt
 
 from tq_fs import errors, fields
-from tq_fs.errors import ContextOverflow, InvalidConfig, InvalidRequest, ReplyInvalid
-from tq_fs.fields import FieldSpec
-from tq_fs.ingest import RoutingCheck
+from tq_fs.errors import ContextOverflow, InvalidRequest, ReplyInvalid
 from tq_fs.logs import log_context
-from tq_fs.metrics import Metrics
 from tq_fs.proxy._answers import chat_answer, cut_at
 from tq_fs.proxy._engine import Wanted
 from tq_fs.proxy._entry import Asked, Entry, Live
-from tq_fs.proxy._gate import Gate
-from tq_fs.proxy._generate import Engine, Generated, generate
+from tq_fs.proxy._generate import Generated, generate
 from tq_fs.proxy._headers import TURN, Origin
+from tq_fs.proxy._parts import Parts, check_specs
 from tq_fs.proxy._sessions import Sessions
 from tq_fs.proxy._settings import ProxySettings
 from tq_fs.proxy._threads import in_thread
 from tq_fs.proxy._tool_calls import parse_reply
 from tq_fs.proxy._wire import ChatAnswer, ChatRequest, Message, sampling_of
-from tq_fs.trajectory import Renderer, StepInput, Turn, VersionRule
-
-
-class Template(Renderer, Protocol):
-    """A renderer that knows how replies end."""
-
-    @property
-    def stop_ids(self) -> Sequence[int]:
-        """Tokens that end a reply."""
-
-    def text_of(self, output_ids: npt.ArrayLike) -> str:
-        """Return the text of a reply without the stop token that ends it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What turns are made with; all stay their owner's.
-
-    Attributes
-    ----------
-    engine, gate
-        Generate, and hold up.
-    template
-        Renders, and reads replies.
-    check
-        Of routing rows.
-    specs
-        Declared fields.
-    workers
-        Threads that compute.
-    recorders
-        Threads that wait for Steps to be stored.
-    metrics
-        Counts seconds by stage.
-    """
-
-    engine: Engine
-    gate: Gate
-    template: Template
-    check: RoutingCheck
-    specs: Sequence[FieldSpec]
-    workers: Executor
-    recorders: Executor
-    metrics: Metrics
+from tq_fs.trajectory import StepInput, Turn, VersionRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,32 +79,27 @@ class Turns:
             Nothing was recorded.
         """
         with log_context(session=origin.session_id):
-            known = await self._answered(request, origin)
-            if known is not None:
-                return known
+            if origin.turn_id is not None:
+                return await self._once(request, origin, origin.turn_id)
             async with self._sessions.request(origin.session_id, origin.instance_id) as entry:
-                if origin.turn_id is None:
-                    return await self._turn(entry, request, None)
-                return await self._once(entry, request, origin.turn_id)
+                return await self._turn(entry, request, None)
 
-    async def _answered(self, request: ChatRequest, origin: Origin) -> ChatAnswer | None:
-        """Return the answer of a finalized session's turn, where the request repeats one."""
-        if origin.turn_id is None:
-            return None
-        for entry in self._sessions.kept(origin.session_id):
-            asked = entry.turns.get(origin.turn_id)
-            if asked is not None:
-                _check_same(asked, request)
-                return await asyncio.shield(asked.answer)
-        return None
+    async def _once(self, request: ChatRequest, origin: Origin, turn_id: str) -> ChatAnswer:
+        digest = _digest(request)
+        for entry in self._sessions.kept.of(origin.session_id):
+            asked = entry.turns.get(turn_id)
+            if asked is not None and (known := await _heard(asked, digest)) is not None:
+                return known
+        async with self._sessions.request(origin.session_id, origin.instance_id) as entry:
+            while (asked := entry.turns.get(turn_id)) is not None:
+                if (known := await _heard(asked, digest)) is not None:
+                    return known
+            return await self._first(entry, request, turn_id, Asked(digest))
 
-    async def _once(self, entry: Entry, request: ChatRequest, turn_id: str) -> ChatAnswer:
-        while (asked := entry.turns.get(turn_id)) is not None:
-            _check_same(asked, request)
-            answer = await asyncio.shield(asked.answer)
-            if answer is not None:
-                return answer
-        asked = entry.turns[turn_id] = Asked(_digest(request))
+    async def _first(
+        self, entry: Entry, request: ChatRequest, turn_id: str, asked: Asked
+    ) -> ChatAnswer:
+        entry.turns[turn_id] = asked
         try:
             return await self._turn(entry, request, asked)
         except BaseException as error:
@@ -302,40 +250,16 @@ def _record(live: Live, step: StepInput) -> Any:
         ) from error
 
 
-def check_specs(specs: Sequence[FieldSpec]) -> FieldSpec | None:
-    """Return the declaration of routing, if there is one.
-
-    Raises
-    ------
-    InvalidConfig
-        A field is declared that no reply carries, or logprobs are not, or routing without the
-        shape of its rows.
-    """
-    by_name = {spec.name: spec for spec in specs}
-    routing = by_name.get(fields.ROUTED_EXPERTS)
-    others = set(by_name) - {fields.LOGPROBS, fields.ROUTED_EXPERTS}
-    if others or fields.LOGPROBS not in by_name:
-        raise InvalidConfig(
-            f"{sorted(by_name)} where logprobs, and routed_experts or nothing, belong",
-            subject="fields of the Proxy's store",
-        )
-    if routing is not None and routing.inner is None:
-        raise InvalidConfig(
-            "layers and topk are not known",
-            subject=fields.ROUTED_EXPERTS,
-            remedy="declare them, or use tq_fs.routed_experts_of_model",
-        )
-    return routing
-
-
 def _digest(request: ChatRequest) -> bytes:
     return sha256(msgspec.json.encode((request.messages, request.tools))).digest()
 
 
-def _check_same(asked: Asked, request: ChatRequest) -> None:
-    if asked.digest != _digest(request):
+async def _heard(asked: Asked, digest: bytes) -> ChatAnswer | None:
+    """Return the answer to the same request; None where that was broken off."""
+    if asked.digest != digest:
         raise InvalidRequest(
             "names another request of this session, with other messages or tools",
             subject=TURN,
             remedy="give each turn an id of its own",
         )
+    return await asyncio.shield(asked.answer)
