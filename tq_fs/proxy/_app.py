@@ -113,6 +113,7 @@ async def _running(
             timeout_s=settings.timeout_s,
             reply_bytes=settings.reply_bytes,
             pool=workers,
+            metrics=metrics,
         )
         opened.push_async_callback(engine.close)
         gate = Gate(resume_s=settings.paused_s)
@@ -129,6 +130,7 @@ async def _running(
             metrics=metrics,
         )
         opened.callback(metrics.watch(sessions.samples))
+        opened.callback(metrics.watch(engine.samples))
         await opened.enter_async_context(_sweeping(sessions, settings.sweep_s))
         yield Proxy(
             settings=settings,

@@ -14,8 +14,8 @@ from tq_fs.errors import InvalidConfig
 from tq_fs.fields import FieldSpec
 from tq_fs.ingest import RoutingCheck
 from tq_fs.metrics import Metrics
+from tq_fs.proxy._engine import SglangEngine
 from tq_fs.proxy._gate import Gate
-from tq_fs.proxy._generate import Engine
 from tq_fs.trajectory import Renderer
 
 
@@ -52,7 +52,7 @@ class Parts:
         Counts seconds by stage.
     """
 
-    engine: Engine
+    engine: SglangEngine
     gate: Gate
     template: Template
     check: RoutingCheck

@@ -27,15 +27,16 @@ from tq_fs import errors, fields
 from tq_fs.errors import ContextOverflow, InvalidRequest, ReplyInvalid
 from tq_fs.logs import log_context
 from tq_fs.proxy._answers import chat_answer, cut_at
-from tq_fs.proxy._engine import Wanted
 from tq_fs.proxy._entry import Asked, Entry, Live
 from tq_fs.proxy._generate import Generated, generate
 from tq_fs.proxy._headers import TURN, Origin
 from tq_fs.proxy._parts import Parts, check_specs
+from tq_fs.proxy._room import Lease
 from tq_fs.proxy._sessions import Sessions
 from tq_fs.proxy._settings import ProxySettings
 from tq_fs.proxy._threads import in_thread
 from tq_fs.proxy._tool_calls import parse_reply
+from tq_fs.proxy._wanted import Wanted
 from tq_fs.proxy._wire import ChatAnswer, ChatRequest, Message, sampling_of
 from tq_fs.trajectory import StepInput, Turn, VersionRule
 
@@ -114,15 +115,17 @@ class Turns:
         assert entry.opening is not None
         live = await asyncio.shield(entry.opening)
         turn = await self._begun(live, request)
+        lease = self._parts.engine.room.lease()
         try:
             wanted = self._wanted(entry, request, turn)
-            generated = await self._generated(wanted)
+            generated = await self._generated(wanted, lease)
             read = await self._read(request, turn, generated)
         except BaseException:
             live.conversation.cancel(turn)
+            lease.keep(0)
             raise
         del generated
-        recording = asyncio.create_task(self._recorded(live, turn, read))
+        recording = asyncio.create_task(self._recorded(live, turn, read, lease))
         entry.record(recording, asked)
         return await asyncio.shield(recording)
 
@@ -167,7 +170,7 @@ class Turns:
             )
         return wanted or min(left, default or left)
 
-    async def _generated(self, wanted: Wanted) -> Generated:
+    async def _generated(self, wanted: Wanted, lease: Lease) -> Generated:
         since = perf_counter()
         generated = await generate(
             self._parts.engine,
@@ -175,6 +178,7 @@ class Turns:
             wanted,
             partial_rollout=self._settings.partial_rollout,
             rule=self._rule,
+            lease=lease,
         )
         self._seconds["generate"].observe(perf_counter() - since)
         return generated
@@ -208,7 +212,7 @@ class Turns:
 
     # ------------------------------------------------------------ record
 
-    async def _recorded(self, live: Live, turn: Turn, read: _Read) -> ChatAnswer:
+    async def _recorded(self, live: Live, turn: Turn, read: _Read, lease: Lease) -> ChatAnswer:
         def record() -> ChatAnswer:
             try:
                 recorded = _record(live, read.step)
@@ -226,7 +230,10 @@ class Turns:
             )
 
         since = perf_counter()
-        answer = await in_thread(self._parts.recorders, record)
+        try:
+            answer = await in_thread(self._parts.recorders, record)
+        finally:
+            lease.keep(0)  # the reply's arrays are let go
         self._seconds["record"].observe(perf_counter() - since)
         return answer
 
