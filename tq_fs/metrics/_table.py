@@ -95,6 +95,12 @@ METRICS = (
     _spec("tqfs_processes", "gauge", "Processes that hold a lease"),
     _spec("tqfs_open_sessions", "gauge", "Sessions that are being recorded"),
     _spec("tqfs_finalized_sessions", "gauge", "Sessions of which something is still needed"),
+    # the Proxy
+    _spec("tqfs_proxy_requests_total", "counter", "Answers of an endpoint", "path", "status"),
+    _spec("tqfs_proxy_stage_seconds", "histogram", "Stages of a chat request", "stage"),
+    _spec("tqfs_proxy_running_requests", "gauge", "Chat requests that are under way"),
+    _spec("tqfs_proxy_sessions", "gauge", "Sessions in the Proxy's table, by their state", "state"),
+    _spec("tqfs_proxy_kept_bytes", "gauge", "Bytes of finalized sessions that are kept to be read"),
     # rollout engines, asked by the Proxy
     _spec("tqfs_upstream_requests_total", "counter", "Generations that were asked for", "engine"),
     _spec("tqfs_upstream_aborts_total", "counter", "Aborts that were sent", "engine"),
