@@ -12,6 +12,7 @@ from typing import Any, ParamSpec
 import numpy as np
 import numpy.typing as npt
 
+from tests._engines import Fault
 from tq_fs import routed_experts
 from tq_fs.metrics import Metrics
 from tq_fs.proxy._engine import SglangEngine
@@ -96,6 +97,11 @@ def same(got: npt.NDArray[Any] | None, want: npt.NDArray[Any]) -> None:
     assert got is not None
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
+
+
+def times(fault: Fault, count: int) -> list[Fault]:
+    """So many requests to which the same happens."""
+    return [fault] * count
 
 
 async def until(true: Callable[[], bool]) -> None:

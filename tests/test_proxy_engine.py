@@ -24,6 +24,7 @@ from tests._upstreams import (
     in_loop,
     raw_server,
     same,
+    times,
     until,
     upstream,
     wanted,
@@ -426,11 +427,17 @@ async def test_what_cannot_be_parsed_yet_is_not_read_from_the_socket() -> None:
             sent += 65536
 
     busy, begun = threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        busy.wait(20)
+
     with ThreadPoolExecutor(1) as pool:
         async with raw_server(pours) as url, upstream(url, pool=pool, timeout_s=30) as engine:
             asking = asyncio.create_task(engine.generate(large(65536)))
             await until(lambda: sent > 1 << 20)
-            pool.submit(lambda: (begun.set(), busy.wait(20)))
+            pool.submit(begun.set)
+            pool.submit(busy.wait, 20)
             await until(begun.is_set)
             await asyncio.sleep(0.2)
             before = sent
@@ -562,7 +569,7 @@ async def test_closing_waits_for_aborts_and_ends_what_runs(fake: FakeEngine) -> 
 @in_loop
 async def test_requests_are_not_held_up_by_a_limit_of_connections(fake: FakeEngine) -> None:
     count = 250  # aiohttp's own limit is 100
-    fake.fault(*(["hold"] * count))
+    fake.fault(*times("hold", count))
     async with upstream(fake.url) as engine:
         asking = [asyncio.create_task(engine.generate(wanted(f"r{i:03}"))) for i in range(count)]
         await until(lambda: fake.running == count)
@@ -599,7 +606,7 @@ async def test_a_session_stays_at_one_engine_and_sessions_are_spread(fake: FakeE
 async def test_an_abort_goes_to_the_engine_that_runs_the_request(fake: FakeEngine) -> None:
     with FakeEngine() as other:
         for each in (fake, other):
-            each.fault(*(["hold"] * 10))
+            each.fault(*times("hold", 10))
         async with upstream(fake.url, other.url) as engine:
             asking = [
                 asyncio.create_task(engine.generate(wanted(f"r{i}", session_id=f"s{i}")))

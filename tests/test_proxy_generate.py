@@ -20,6 +20,7 @@ from tests._upstreams import (
     cancelled,
     in_loop,
     same,
+    times,
     until,
     upstream,
     wanted,
@@ -237,7 +238,7 @@ async def test_what_was_aborted_with_its_last_token_is_whole(fake: FakeEngine) -
 async def test_all_that_run_go_on_after_a_resume_and_what_comes_meanwhile_waits(
     fake: FakeEngine,
 ) -> None:
-    fake.fault(*(["hold"] * 20), after=3)
+    fake.fault(*times("hold", 20), after=3)
     async with rollout(fake) as to:
         running = [to.start(rid=f"r{i:02}", session_id=f"s{i}") for i in range(20)]
         await to.held(20)
@@ -331,7 +332,7 @@ async def test_an_engine_that_only_aborts_is_not_asked_for_ever(
     fake: FakeEngine, partial: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tq_fs.proxy._generate._WAIT_S", 0.001)
-    fake.fault(*(["abort"] * 20), after=0 if partial else 3)
+    fake.fault(*times("abort", 20), after=0 if partial else 3)
     async with rollout(fake) as to:
         with pytest.raises(UpstreamUnavailable, match="aborted it 6 times, without a pause"):
             await to.start(partial_rollout=partial)
@@ -455,7 +456,7 @@ async def test_a_lease_does_not_hold_what_is_thrown_away(fake: FakeEngine) -> No
 @in_loop
 async def test_many_in_little_room_get_through_pauses(fake: FakeEngine) -> None:
     """None waits for room with some in hand, which would stop all of them."""
-    fake.fault(*(["hold"] * 8), after=3)
+    fake.fault(*times("hold", 8), after=3)
     async with rollout(fake, reply_bytes=4000) as to:
         leases = [to.engine.room.lease() for _ in range(8)]
         running = [to.start(rid=f"r{i}", lease=lease) for i, lease in enumerate(leases)]
