@@ -174,15 +174,17 @@ def test_options_that_change_what_came_before_draw_a_boundary() -> None:
     assert talk.template.decode(turn.input_ids).startswith("be brief")
 
 
-def test_tools_whose_keys_come_in_another_order_are_rendered_as_before() -> None:
-    talk = Talk()
+@pytest.mark.parametrize("mode", ["tito", "snapshot"])
+def test_tools_whose_keys_come_in_another_order_are_rendered_as_before(mode: Any) -> None:
+    talk = Talk(mode=mode)
     tools = [schema("weather")]
     talk.say([U], A, tools)
     turned = [dict(reversed(list(tools[0].items())))]
-    turn = talk.begin([U, A, V], turned)
-    assert turn.kind == "append"
-    assert talk.template.decode(turn.input_ids) == rendered(talk, [U, A, V], tools)
     assert rendered(talk, [U], tools) != rendered(talk, [U], turned)
+    for request, kind in (([U, A, V], "append"), ([U], "branch")):
+        turn = talk.begin(request, turned)
+        assert turn.kind == kind
+        assert talk.template.decode(turn.input_ids) == rendered(talk, request, tools)
 
 
 def test_a_template_that_takes_no_reply_at_the_end_draws_a_boundary() -> None:
@@ -309,8 +311,9 @@ def test_a_turn_becomes_the_step_it_tells_of() -> None:
     talk = Talk()
     talk.say([U], A)
     turn = talk.begin([U, A, V])
-    step = turn.step([1, 2], {"logprobs": [0.0, 0.0]}, versions=[("7", 2)])
+    step = turn.step([1, 2], {"logprobs": [0.0, 0.0]}, versions=[("7", 1), ("8", 1)])
     assert (step.kind, step.parent, step.reason) == ("append", 0, "")
     assert step.context is turn.context
+    assert step.versions == [("7", 1), ("8", 1)]
     record = talk.record(talk.begin([W]), talk.generated(A), "9")
     assert record.version == "9"

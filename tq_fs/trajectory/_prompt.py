@@ -144,6 +144,6 @@ def _close(text: str, stops: Collection[str]) -> tuple[str, str]:
 
 def rest_of_ids(prompt: Tokens, before: Tokens) -> Tokens | None:
     """Return the ids after `before`; None where the prompt does not begin with them."""
-    if len(prompt) < len(before) or not np.array_equal(prompt[: len(before)], before):
+    if not np.array_equal(prompt[: len(before)], before):
         return None
     return prompt[len(before) :]
