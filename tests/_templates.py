@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from tq_fs.errors import InvalidRequest
 
 Tokens = NDArray[np.int32]
-Manner = Literal["plain", "thinking", "unclosed", "strict"]
+Manner = Literal["plain", "thinking", "unclosed", "strict", "options", "bare"]
 
 SPECIAL = ("<|end|>", "<|start|>", "<|im_end|>", "<|user|>", "<|tool|>", "<|assistant|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -52,7 +52,7 @@ QWEN = """\
   {%- endfor -%}
   {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|start|>assistant\\n' -}}{%- endif -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant\\n' ~ hint -}}{%- endif -%}
 """
 # What GLM's does: no turn is closed, and a reply ends with the token that opens the next turn.
 UNCLOSED = """\
@@ -69,13 +69,10 @@ TEMPLATES: Mapping[Manner, str] = {
     "thinking": QWEN.replace("STRIP", "true"),
     "unclosed": UNCLOSED,
     "strict": STRICT.replace("STRIP", "false"),
+    "options": "{%- if brief -%}{{- 'be brief' -}}{%- endif -%}" + QWEN.replace("STRIP", "false"),
+    "bare": "{%- for m in messages -%}{{- m.content ~ '<|im_end|>' -}}{%- endfor -%}",
 }
-STOPS: Mapping[Manner, tuple[str, ...]] = {
-    "plain": ("<|im_end|>", "<|end|>"),
-    "thinking": ("<|im_end|>", "<|end|>"),
-    "unclosed": ("<|user|>", "<|tool|>"),
-    "strict": ("<|im_end|>", "<|end|>"),
-}
+STOPS: Mapping[str, tuple[str, ...]] = {"unclosed": ("<|user|>", "<|tool|>")}
 
 
 @functools.cache
@@ -98,10 +95,12 @@ class SmallTemplate:
     """A Renderer by transformers; remembers every text it was given to tokenize."""
 
     def __init__(self, manner: Manner = "plain") -> None:
-        self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
+        self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())  # type: ignore[no-untyped-call]
         self._tokenizer.chat_template = TEMPLATES[manner]
         self._backend = trained()
-        self.stop_ids = [self._backend.token_to_id(t) for t in STOPS[manner]]
+        self.stop_ids: list[int] = [
+            self._backend.token_to_id(t) or 0 for t in STOPS.get(manner, ("<|im_end|>", "<|end|>"))
+        ]
         self.encoded: list[str] = []
         self.rendered = 0
 
@@ -120,7 +119,7 @@ class SmallTemplate:
                     {"content": "", **{k: v for k, v in m.items() if v is not None}}
                     for m in messages
                 ],
-                tools=list(tools) if tools else None,
+                tools=[dict(t) for t in tools] if tools else None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 **options,

@@ -107,7 +107,7 @@ def test_a_step_without_tokens_of_its_own_has_a_version_all_the_same(
     session = store.session("s")
     session.record(step(1, 2, version="a"))
     given_once = {"version": "a"} if not versions else {"versions": versions}
-    record = session.record(step(0, response, kind="append", parent=0, **given_once))  # type: ignore[arg-type]
+    record = session.record(step(0, response, kind="append", parent=0, **given_once))
     assert record.versions == (("a", 0),)
     assert record.version == "a"
     (segment,) = session.finalize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,18 @@ from tq_fs.trajectory._prompt import Asked, Renderer, rest_of_ids, text_to_appen
 from tq_fs.trajectory._records import StepRecord, Tokens
 from tq_fs.trajectory._session import Trajectory
 from tq_fs.trajectory._trie import messages_to
-from tq_fs.trajectory._turn import Request, Turn, whole_turn
+from tq_fs.trajectory._turn import Request, Turn, appended, whole_turn
 
 TEMPLATE_REWROTE = "template rewrote the history"
 TOKENS_CHANGED = "tokens changed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """How a Step was asked, and the text of the stop token that ends its reply, if one does."""
+
+    options: Mapping[str, Any]
+    ended: str
 
 
 class Conversation:
@@ -28,8 +37,8 @@ class Conversation:
     Every turn that was begun is either committed, once its Step is recorded, or cancelled. Until
     then a turn that appends claims its parent: other requests of the session become branches.
 
-    Keeps each message once, and some hundred bytes a Step besides. Messages are not copied and must
-    not be changed afterwards.
+    Keeps each message once, and some hundred bytes a Step besides. What it is given is not copied,
+    and must not be changed afterwards.
 
     Parameters
     ----------
@@ -44,7 +53,7 @@ class Conversation:
         self._renderer = renderer
         self._stops = {i: renderer.decode([i]) for i in renderer.stop_ids}
         self._history = History()
-        self._ended: dict[int, str] = {}
+        self._rendered: dict[int, _Rendered] = {}
         self._claims: dict[int, Route] = {}
         self._lock = threading.Lock()
 
@@ -67,7 +76,7 @@ class Conversation:
         mode      an append is confirmed where                  reason of the boundary
         ========  ============================================  ==============================
         tito      the request's rendering begins with that of   "template rewrote the history"
-                  the parent's conversation
+                  the parent's conversation, with its options
         snapshot  the prompt's ids begin with the parent's      "tokens changed"
                   whole sequence
         ========  ============================================  ==============================
@@ -79,21 +88,14 @@ class Conversation:
         """
         if not messages:
             raise InvalidRequest("holds none", subject="messages", remedy="send at least one")
-        marks = digests(messages)
-        schemas = tools or ()
-        mark_of_tools = digest_of_tools(schemas)
-        with self._lock:
-            route = self._history.route(marks, mark_of_tools, self._claims)
-            if route.kind == "append" and route.parent is not None:
-                self._claims[route.parent] = route
+        request = self._route(messages, tools or (), options)
         with ExitStack() as undo:
-            undo.callback(self._release, route)
-            known = messages_to(route.node)
-            asked = Asked(
-                messages=[*known, *messages[route.shared :]], tools=schemas, options=options
+            undo.callback(self._release, request.route)
+            known = messages_to(request.route.node)
+            fresh = [message for message, _ in request.new]
+            turn = self._turn(
+                request, Asked(messages=[*known, *fresh], tools=request.tools, options=options)
             )
-            new = list(zip(messages, marks, strict=True))[route.shared :]
-            turn = self._turn(asked, Request(route=route, new=new, tools=schemas))
             if turn.kind == "append":
                 undo.pop_all()
         return turn
@@ -109,6 +111,7 @@ class Conversation:
             The assistant's message as it is returned to the client.
         """
         request = turn.request
+        continues = turn.parent if turn.kind == "append" else None
         with self._lock:
             if record.index not in self._history:
                 self._history.add(
@@ -117,9 +120,9 @@ class Conversation:
                     request.new,
                     reply,
                     request.tools,
-                    continues=turn.parent if turn.kind == "append" else None,
+                    continues=continues,
                 )
-                self._ended[record.index] = self._stop_of(record)
+                self._rendered[record.index] = self._as_rendered(turn, record)
         self._release(request.route)
 
     def cancel(self, turn: Turn) -> None:
@@ -143,58 +146,65 @@ class Conversation:
         with self._lock:
             return self._history.document()
 
+    # ------------------------------------------------------------ routes
+
+    def _route(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> Request:
+        """Decide where a request belongs, and claim its parent where it is to append to it."""
+        marks, mark_of_tools = digests(messages), digest_of_tools(tools)
+        with self._lock:
+            route = self._history.route(marks, mark_of_tools, self._claims)
+            if route.parent is not None and route.kind in ("append", "branch"):
+                tools = self._history.tools_of(route.parent)
+            if route.parent is not None and route.kind == "append":
+                self._claims[route.parent] = route
+        new = list(zip(messages, marks, strict=True))[route.shared :]
+        return Request(route=route, new=new, tools=tools, options=options)
+
+    def _release(self, route: Route) -> None:
+        with self._lock:
+            if route.parent is not None and self._claims.get(route.parent) is route:
+                del self._claims[route.parent]
+
+    def _as_rendered(self, turn: Turn, record: StepRecord) -> _Rendered:
+        options = turn.request.options
+        if turn.parent is not None and self._rendered[turn.parent].options == options:
+            options = self._rendered[turn.parent].options  # kept once
+        ended = self._stops.get(int(record.tokens[-1]), "") if record.response else ""
+        return _Rendered(options, ended)
+
     # ------------------------------------------------------------ prompts
 
-    def _turn(self, asked: Asked, request: Request) -> Turn:
+    def _turn(self, request: Request, asked: Asked) -> Turn:
         prompt = asked.prompt(self._renderer)
         parent = request.route.parent
         if request.route.kind != "append" or parent is None:
             return whole_turn(request, self._renderer.encode(prompt))
         before = self._trajectory.sequence(parent)
         if self._trajectory.mode == "tito":
-            return self._spliced(asked, request, prompt, before)
-        return self._compared(request, prompt, before)
+            return self._spliced(request, asked, prompt, parent, before)
+        return self._compared(request, prompt, parent, before)
 
-    def _spliced(self, asked: Asked, request: Request, prompt: str, before: Tokens) -> Turn:
-        route = request.route
-        assert route.parent is not None
-        new = text_to_append(
-            prompt,
-            asked.beginning(self._renderer, route.shared),
-            self._stops.values(),
-            self._ended[route.parent],
-        )
+    def _spliced(
+        self, request: Request, asked: Asked, prompt: str, parent: int, before: Tokens
+    ) -> Turn:
+        was = self._rendered[parent]
+        beginning = asked.beginning(self._renderer, request.route.shared, was.options)
+        new = text_to_append(prompt, beginning, self._stops.values(), was.ended)
         if new is None:
             return whole_turn(request, self._renderer.encode(prompt), TEMPLATE_REWROTE)
         context = self._renderer.encode(new)
-        return self._append(request, context, np.concatenate((before, context)))
+        first_row = self._trajectory.first_row("append", parent)
+        return appended(request, context, np.concatenate((before, context)), first_row)
 
-    def _compared(self, request: Request, prompt: str, before: Tokens) -> Turn:
+    def _compared(self, request: Request, prompt: str, parent: int, before: Tokens) -> Turn:
         ids = self._renderer.encode(prompt)
         context = rest_of_ids(ids, before)
-        return (
-            whole_turn(request, ids, TOKENS_CHANGED)
-            if context is None
-            else self._append(request, context, ids)
-        )
-
-    def _append(self, request: Request, context: Tokens, ids: Tokens) -> Turn:
-        parent = request.route.parent
-        return Turn(
-            kind="append",
-            parent=parent,
-            reason="",
-            context=context,
-            input_ids=ids,
-            first_row=self._trajectory.first_row("append", parent),
-            request=request,
-        )
-
-    def _stop_of(self, record: StepRecord) -> str:
-        """Return the text of the stop token that ends what a Step generated; empty without one."""
-        return self._stops.get(int(record.tokens[-1]), "") if record.response else ""
-
-    def _release(self, route: Route) -> None:
-        with self._lock:
-            if route.parent is not None and self._claims.get(route.parent) is route:
-                del self._claims[route.parent]
+        if context is None:
+            return whole_turn(request, ids, TOKENS_CHANGED)
+        first_row = self._trajectory.first_row("append", parent)
+        return appended(request, context, ids, first_row)

@@ -173,6 +173,10 @@ class History:
         """Tell whether a Step's conversation is kept."""
         return step in self._steps
 
+    def tools_of(self, step: int) -> list[Any]:
+        """Return the tool schemas of a Step, as they were when they came first."""
+        return self._tool_lists[self._steps[step].tools]
+
     def document(self) -> dict[str, Any]:
         """Return all of it, JSON-able; see :meth:`Conversation.document`."""
         return {

@@ -73,7 +73,7 @@ class Asked:
     messages
         The whole conversation, recorded replies in the place of those the client sent back.
     tools
-        Tool schemas.
+        Tool schemas: the recorded ones where they are the same.
     options
         Further variables of the chat template.
     """
@@ -88,11 +88,17 @@ class Asked:
             self.messages, self.tools, generation_prompt=True, options=self.options
         )
 
-    def beginning(self, renderer: Renderer, count: int) -> str | None:
-        """Return the text of the first messages alone; None where the template takes no such."""
+    def beginning(self, renderer: Renderer, count: int, options: Mapping[str, Any]) -> str | None:
+        """Return the text of the first messages alone; None where the template takes no such.
+
+        Parameters
+        ----------
+        options
+            Those that they were asked with.
+        """
         try:
             return renderer.render(
-                self.messages[:count], self.tools, generation_prompt=False, options=self.options
+                self.messages[:count], self.tools, generation_prompt=False, options=options
             )
         except InvalidRequest:
             return None

@@ -24,13 +24,14 @@ class Request:
         Where it belongs by its messages.
     new
         Its messages that were not recorded before, with their digests.
-    tools
-        Its tool schemas.
+    tools, options
+        Its tool schemas, and further variables of the chat template.
     """
 
     route: Route
     new: Sequence[tuple[Message, bytes]]
     tools: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,5 +101,18 @@ def whole_turn(request: Request, ids: Tokens, unconfirmed: str = "") -> Turn:
         context=ids,
         input_ids=ids,
         first_row=0,
+        request=request,
+    )
+
+
+def appended(request: Request, context: Tokens, ids: Tokens, first_row: int) -> Turn:
+    """Return a turn that goes on from its parent's tokens."""
+    return Turn(
+        kind="append",
+        parent=request.route.parent,
+        reason="",
+        context=context,
+        input_ids=ids,
+        first_row=first_row,
         request=request,
     )

@@ -84,7 +84,7 @@ def joined(runs: Iterable[Run]) -> Runs:
     """Return runs with equal neighbours put together, and without those that are empty."""
     out: list[Run] = []
     for version, tokens in runs:
-        if out and tokens and out[-1][0] == version:
+        if out and out[-1][0] == version:
             out[-1] = (version, out[-1][1] + tokens)
         elif tokens:
             out.append((version, tokens))
