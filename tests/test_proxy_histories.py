@@ -21,17 +21,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests._proxies import EXPERTS, LAYERS, TOOL, TOPK, Message, World, together, user, world
 
 import tq_fs
 from tests._engine_replies import logprobs_of, rows_of
 from tests._engines import AskedRequest, Planned
+from tests._proxies import EXPERTS, LAYERS, TOOL, TOPK, Message, World, together, user, world
 from tests._rollouts import assert_bits
 from tq_fs.trajectory import messages_of
 
 What = Literal["ask", "tool", "retry", "edit", "branch", "rewrite", "tools", "leave", "discard"]
 MODES = ("tito", "snapshot")
-OTHER_TOOL = {**TOOL, "function": {**TOOL["function"], "name": "other"}}
+OTHER_TOOL = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
 _names = itertools.count()
 
 
