@@ -65,7 +65,7 @@ class RowBuffer:
         if over > len(text):  # fewer than make a quantum
             self._rest += text
             return
-        whole = b'"%b%b"' % (self._rest, memoryview(text)[: len(text) - over])
+        whole = b"".join((b'"', self._rest, memoryview(text)[: len(text) - over], b'"'))
         self._rest = text[len(text) - over :] if over else b""
         if len(whole) > 2:
             if self._padded:
