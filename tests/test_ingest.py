@@ -477,11 +477,13 @@ class Ticks:
         clock = time.pthread_getcpuclockid(threading.get_ident())
         ticking = threading.Thread(target=self._tick, args=(clock,))
         ticking.start()
-        while not self.gaps:
-            time.sleep(0.001)
-        work()
-        self._ended = True
-        ticking.join()
+        try:
+            while not self.gaps:
+                time.sleep(0.001)
+            work()
+        finally:
+            self._ended = True
+            ticking.join()
 
     def _tick(self, clock: int) -> None:
         last = time.clock_gettime(clock)
