@@ -10,7 +10,9 @@ import pytest
 
 from tests._talks import Message, Talk, said, schema, system, text_of, tool, user
 from tests._templates import call
+from tq_fs.demo.tokenizer import build_tokenizer
 from tq_fs.errors import InvalidLineage
+from tq_fs.proxy._template import ChatTemplate
 from tq_fs.trajectory import Turn
 
 S, U, V, W = system("be fine"), user("the tool?"), user("and then?"), user("the town?")
@@ -241,6 +243,44 @@ def test_a_snapshot_shorter_than_its_parent_starts_anew() -> None:
     long = np.concatenate([talk.generated(A), talk.template.letters("the rest of it" * 20)])
     talk.conversation.commit(turn, talk.record(turn, long), A)
     assert talk.begin([U, A, V]).reason == CHANGED
+
+
+# ---------------------------------------------------------------- the project's own template
+
+
+def test_a_conversation_with_the_template_of_the_examples() -> None:
+    """Thinking, a tool, the next question; replies are rendered as they were written."""
+    template = ChatTemplate.from_model(build_tokenizer())
+    talk = Talk(renderer=template)
+    tools = [schema("weather")]
+
+    def answer(turn: Turn, text: str, reply: Message) -> Message:
+        record = talk.record(turn, template.encode(text + END))
+        talk.conversation.commit(turn, record, reply)
+        return {k: v for k, v in reply.items() if k != "reasoning_content"}  # as clients keep it
+
+    def wanted(messages: Sequence[Message]) -> str:
+        return template.render(messages, tools, generation_prompt=True)
+
+    thought = "<think>\nthe tool knows\n</think>\n\n"
+    text = thought + '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    thinking = said("", "the tool knows", [call("weather", {})])
+    called = answer(talk.begin([S, U], tools), text, thinking)
+    turn = talk.begin([S, U, called, tool("fine")], tools)
+    assert turn.kind == "append"
+    given = template.decode(turn.input_ids)
+    assert given == wanted([S, U, thinking, tool("fine")])
+    told = answer(turn, "It is fine.", said("It is fine."))
+    request = [S, U, called, tool("fine"), told, V]
+    turn = talk.begin(request, tools)
+    assert (turn.kind, turn.parent, turn.reason) == ("boundary", 1, REWROTE)
+    assert template.decode(turn.input_ids) == wanted(request)
+    more = answer(turn, "Yes.", said("Yes."))
+    turn = talk.begin([*request, more, W], tools, enable_thinking=False)
+    assert (turn.kind, turn.parent) == ("append", 2)
+    assert (
+        template.decode(turn.input_ids) == wanted([*request, more, W]) + "<think>\n\n</think>\n\n"
+    )
 
 
 # ---------------------------------------------------------------- sequences
