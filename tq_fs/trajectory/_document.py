@@ -221,7 +221,8 @@ def _of_schema_1(old: _Trajectory1) -> TrajectoryDocument:
 def _check_runs(step: StepDocument, subject: str) -> None:
     """Refuse a Step whose weight versions are not those of its tokens."""
     told = sum(tokens for _, tokens in step.versions)
-    if not step.versions or told * _TOKENS.itemsize != len(step.tokens):
+    sound = bool(step.versions) and all(tokens >= 0 for _, tokens in step.versions)
+    if not sound or told * _TOKENS.itemsize != len(step.tokens):
         raise ManifestCorrupt(
             f"tells the weight versions of {told} tokens of Step {step.index}, which holds "
             f"{len(step.tokens) / _TOKENS.itemsize:g}",

@@ -222,6 +222,27 @@ class Trajectory:
             raise InvalidLineage(f"Step {parent} is not recorded", subject=str(self.incarnation))
         return max(0, record.total - 1)
 
+    def sequence(self, index: int) -> Tokens:
+        """Return all tokens up to and including a recorded Step's, int32 ``[total]``.
+
+        Not a copy where the Step holds them all: it must not be changed.
+
+        Raises
+        ------
+        InvalidLineage
+            No such Step is recorded.
+        """
+        parts: list[Tokens] = []
+        with self._lock:
+            record = self._records.get(index)
+            while record is not None:
+                parts.append(record.tokens)
+                before = record.parent if record.prefix else None
+                record = None if before is None else self._records[before]
+        if not parts:
+            raise InvalidLineage(f"Step {index} is not recorded", subject=str(self.incarnation))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
+
     # ------------------------------------------------------------ rules
 
     def _check_open(self) -> None:

@@ -13,6 +13,7 @@ from tq_fs.errors import InvalidConfig, InvalidField, VersionSpan
 
 Run = tuple[str, int]
 Runs = tuple[Run, ...]
+_MOST_DIGITS = 100  # of a whole number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ ANY_VERSIONS = VersionRule()
 def span_of(versions: Iterable[str]) -> int:
     """Return how far versions are apart: by their numbers, or by their count where not all are."""
     known = set(versions)
-    if known and all(v.isascii() and v.isdigit() for v in known):
+    if known and all(v.isascii() and v.isdigit() and len(v) <= _MOST_DIGITS for v in known):
         numbers = [int(v) for v in known]
         return max(numbers) - min(numbers)
     return max(0, len(known) - 1)
@@ -83,7 +84,7 @@ def joined(runs: Iterable[Run]) -> Runs:
     """Return runs with equal neighbours put together, and without those that are empty."""
     out: list[Run] = []
     for version, tokens in runs:
-        if out and tokens and out[-1][0] == version:
+        if out and out[-1][0] == version:
             out[-1] = (version, out[-1][1] + tokens)
         elif tokens:
             out.append((version, tokens))
@@ -114,11 +115,11 @@ def step_runs(version: str, given: Sequence[Run], held: int, response: int, subj
     Raises
     ------
     InvalidField
-        Both forms, no runs at all, or other than `response` tokens in them.
+        Both forms, no runs of text and number, or other than `response` tokens in them.
     """
     if not given:
         return ((_text(version, subject), held),)
-    runs = [(_text(v, subject), _count(n, subject)) for v, n in given]
+    runs = [_run(run, subject) for run in given]
     total = sum(n for _, n in runs)
     if version:
         raise InvalidField("version and versions", subject=subject, remedy="give one of them")
@@ -130,16 +131,20 @@ def step_runs(version: str, given: Sequence[Run], held: int, response: int, subj
     return joined([(first, tokens + held - response), *runs[1:]]) or ((first, 0),)
 
 
+def _run(run: object, subject: str) -> Run:
+    pair = tuple(run) if isinstance(run, tuple | list) else ()
+    if len(pair) != 2:
+        raise InvalidField(f"{run!r} is no pair of version and tokens", subject=subject)
+    version, tokens = pair
+    if type(tokens) is not int or tokens < 0:
+        raise InvalidField(f"a weight version of {tokens!r} tokens", subject=subject)
+    return _text(version, subject), tokens
+
+
 def _text(version: object, subject: str) -> str:
     if not isinstance(version, str):
         raise InvalidField(f"weight version {version!r} is no text", subject=subject)
     return version
-
-
-def _count(tokens: object, subject: str) -> int:
-    if type(tokens) is not int or tokens < 0:
-        raise InvalidField(f"a weight version of {tokens!r} tokens", subject=subject)
-    return tokens
 
 
 def _listed(versions: set[str]) -> str:
