@@ -67,33 +67,6 @@ def _unknown_routing(config: str | Path | Mapping[str, Any], error: Exception) -
     )
 
 
-def dense_layers_of_model(config: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
-    """Return which of a model's layers do not route, of those of ``dense_layers=True``.
-
-    What an engine records for them is not routing.
-
-    Raises
-    ------
-    InvalidConfig
-        The configuration describes no mixture of experts.
-    """
-    layers, _ = routed_experts_of_model(config, dense_layers=True).inner or (0, 0)
-    values = _read_model_config(config)
-    values = values.get("text_config") or values
-    try:
-        return tuple(i for i in range(layers) if not _is_moe_layer(values, i))
-    except (IndexError, TypeError, ValueError) as error:
-        raise _unknown_routing(config, error) from error
-
-
-def _unknown_routing(config: str | Path | Mapping[str, Any], error: Exception) -> InvalidConfig:
-    return InvalidConfig(
-        f"describes its routing in a way unknown here ({error})",
-        subject=str(config)[:120],
-        remedy="give layers, topk and experts yourself",
-    )
-
-
 def _declare(
     values: Mapping[str, Any],
     config: str | Path | Mapping[str, Any],
