@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from aiohttp import web
@@ -111,6 +111,14 @@ class AskedRequest:
         return int(self.body.get("routed_experts_start_len") or 0)
 
 
+class Planned(NamedTuple):
+    """What happens to a request: `after` tokens for ``hold`` and ``abort``, and its version."""
+
+    fault: Fault = "ok"
+    after: int = 0
+    version: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
     """What a request is to be answered, where a test said so."""
@@ -137,6 +145,10 @@ class FakeEngine:
         Seconds that each token takes.
     reply
         Tokens of an unscripted reply in place of synthetic ones, the stop token included.
+    plan
+        What happens to a request that is not told by :meth:`fault`, and with which weight version
+        it is answered; None: nothing, and `version`. For requests of several sessions at once,
+        which arrive in any order.
     """
 
     def __init__(
@@ -150,11 +162,13 @@ class FakeEngine:
         stop_id: int = 258,
         token_s: float = 0.0,
         reply: Callable[[AskedRequest], Sequence[int]] | None = None,
+        plan: Callable[[AskedRequest], Planned] | None = None,
     ) -> None:
         self.layers, self.topk, self.experts = layers, topk, experts
         self.version = version
         self.length, self.stop_id, self.token_s = length, stop_id, token_s
         self._reply = reply
+        self._plan = plan
         self.asked: list[AskedRequest] = []
         self.aborted: list[str] = []  # rids of /abort_request; "*" for all
         self.left: list[str] = []  # rids whose client went away before the answer
@@ -265,10 +279,10 @@ class FakeEngine:
         asked = AskedRequest(body=await request.json())
         with self._lock:
             self.asked.append(asked)
-            fault, after = self._faults.popleft() if self._faults else ("ok", 0)
+            planned = self._next_fault(asked)
         with self._counted(asked.rid):
             try:
-                return await self._faulty(request, asked, fault, after)
+                return await self._faulty(request, asked, planned)
             except asyncio.CancelledError:
                 self.left.append(asked.rid)
                 raise
@@ -287,9 +301,16 @@ class FakeEngine:
                 del self._open[rid]
                 self._stopped_rids.pop(rid, None)
 
+    def _next_fault(self, asked: AskedRequest) -> Planned:
+        """What happens to a request; under the lock."""
+        if self._faults:
+            return Planned(*self._faults.popleft())
+        return Planned() if self._plan is None else self._plan(asked)
+
     async def _faulty(
-        self, request: web.Request, asked: AskedRequest, fault: Fault, after: int
+        self, request: web.Request, asked: AskedRequest, planned: Planned
     ) -> web.StreamResponse:
+        fault = planned.fault
         if fault in _REFUSALS:
             status, message = _REFUSALS[fault]
             return web.json_response({"error": {"message": message}}, status=status)
@@ -300,15 +321,16 @@ class FakeEngine:
             await asyncio.Event().wait()
         if fault == "reset":
             return _broken_off(request)
-        body = await self._body(asked, fault, after)
+        body = await self._body(asked, planned)
         if fault == "broken-body":
             return await _half(request, body)
         if fault == "slow-body":
             return await _slowly(request, body)
         return web.Response(body=body, content_type="application/json")
 
-    async def _body(self, asked: AskedRequest, fault: Fault, after: int) -> bytes:
-        version = self.version
+    async def _body(self, asked: AskedRequest, planned: Planned) -> bytes:
+        fault, after = planned.fault, planned.after
+        version = self.version if planned.version is None else planned.version
         answer = self._next_answer()
         ids, stopped = self._ids(asked, answer)
         done = await self._spent(asked.rid, len(ids), fault, after)

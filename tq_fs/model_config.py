@@ -41,21 +41,25 @@ def routed_experts_of_model(
 
 
 def dense_layers_of_model(config: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
-    """Return which of a model's layers do not route, of those of ``dense_layers=True``.
+    """Return the layers that have no experts to choose from, by a model's ``config.json``.
 
-    What an engine records for them is not routing.
+    An engine that records dense layers too says nothing of worth about them.
+
+    Parameters
+    ----------
+    config
+        The file, its folder, or the parsed mapping.
 
     Raises
     ------
     InvalidConfig
-        The configuration describes no mixture of experts.
     """
-    layers, _ = routed_experts_of_model(config, dense_layers=True).inner or (0, 0)
     values = _read_model_config(config)
-    values = values.get("text_config") or values
+    inner = values.get("text_config") or values
     try:
-        return tuple(i for i in range(layers) if not _is_moe_layer(values, i))
-    except (IndexError, TypeError, ValueError) as error:
+        layers = _first(inner, "num_hidden_layers")
+        return tuple(i for i in range(layers) if not _is_moe_layer(inner, i))
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise _unknown_routing(config, error) from error
 
 
