@@ -8,16 +8,17 @@ the CPU. Three processes:
     this one    plays eight agents at once, and trains in bfloat16
 
 Agents write drafts, measure them with a tool and compact their history once, so that a session has
-two Segments. The reward is the share of lowercase letters. Training takes the experts the rollout
-took (R3), and weighs tokens by the ratio of both probabilities. Then the engine gets the new weights.
+two Segments. The reward is the share of lowercase letters. Training takes the experts that the
+rollout took (R3), and weighs tokens by the ratio of both probabilities. The engine gets the new
+weights before the next iteration.
 
     pip install 'tq-fs[demo,proxy,fast-s3]' 'moto[server]'
     python examples/05_grpo_tiny_moe.py --store s3 --figure gap.png
 
 With the same --seed the losses and weights are the same to the bit, wherever the store is: what a
 turn draws depends on its session and its number, not on who came first. Killed at any moment (kill
--9) and started anew with the same --work and store, a run goes on from its last checkpoint; rollouts
-of that iteration that are in the store are taken from there. With --store off they are made anew.
+-9) and started anew with the same --work and store, a run goes on from its last checkpoint; what is
+in the store of that iteration's rollouts is taken from there. With --store off all are made anew.
 """
 
 from __future__ import annotations

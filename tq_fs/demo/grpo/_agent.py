@@ -1,4 +1,4 @@
-"""An agent: a loop of plain OpenAI calls, as any harness makes them. Only its URL leads to the Proxy.
+"""An agent: a loop of plain OpenAI calls, as any harness makes them.
 
 It lets the model write drafts, measures each with a tool, sums up and starts over with a short
 history once (a context compaction), and asks for a last draft. A model with random weights writes

@@ -1,4 +1,4 @@
-"""Servers as processes of their own, which end with the one that started them, however that ends."""
+"""Servers in processes of their own, which end with the one that started them."""
 
 from __future__ import annotations
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tq_fs.demo.grpo._agent import TOPICS, Agent, Script
 from tq_fs.errors import VersionSpan
 from tq_fs.keys import SegmentRef
-from tq_fs.proxy import ProxyClient
 from tq_fs.store import Store
 from tq_fs.trajectory import Segment
+
+if TYPE_CHECKING:
+    from tq_fs.proxy import ProxyClient
 
 CONSUMER = "train"
 
