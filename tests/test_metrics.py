@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tq_fs
@@ -49,6 +50,7 @@ from tq_fs.errors import (
     StorageFull,
     StorageUnreachable,
 )
+from tq_fs.ingest import RoutingCheck
 from tq_fs.keys import Incarnation
 from tq_fs.metrics import (
     METRICS,
@@ -517,6 +519,7 @@ def test_every_metric_of_the_table_is_told_by_something(tmp_path: Path, metrics:
                 with pytest.raises(SegmentMissing):
                     reader.resolve([absent(refs)])
                 reader.read(refs[0], "logprobs")
+            RoutingCheck("warn", metrics).check(np.zeros((1, 2, 2), np.int32), "r")
             with cluster(tmp_path / "cluster", 1) as made:
                 ends.append(metrics.watch(made.controller.samples))
                 ends += map(metrics.watch, made.unit("n0")._sources())

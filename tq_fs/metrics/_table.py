@@ -53,6 +53,15 @@ METRICS = (
     _spec("tqfs_inflight_peak_bytes", "gauge", "Most bytes in flight at once, since the start"),
     _spec("tqfs_inflight_limit_bytes", "gauge", "Bound of the bytes in flight, inflight_bytes"),
     _spec("tqfs_inflight_waiting", "gauge", "Callers that wait for room to hand a Step over"),
+    # taking in replies of the engine
+    _spec("tqfs_routing_rows_total", "counter", "Rows of routing that the check has looked at"),
+    _spec(
+        "tqfs_routing_suspect_rows_total",
+        "counter",
+        "Rows of them that are all one id, repeat an id in a layer, or are all -1: constant, "
+        "repeated, unknown",
+        "kind",
+    ),
     # reading
     _spec("tqfs_read_bytes_total", "counter", "Stored bytes read from a unit", "source"),
     _spec("tqfs_read_spans_total", "counter", "Runs of chunks read from a unit", "source"),

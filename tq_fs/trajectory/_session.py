@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tq_fs import fields as f
+from tq_fs import narrow
 from tq_fs.errors import EmptyStep, InvalidConfig, InvalidField, InvalidLineage, SessionClosed
 from tq_fs.fields import FieldSpec
 from tq_fs.keys import Incarnation, StepKey
 from tq_fs.manifests import Mode
 from tq_fs.steps import StepEntry
 from tq_fs.trajectory._records import Array, StepKind, StepRecord, Tokens
+from tq_fs.trajectory._versions import ANY_VERSIONS, VersionRule, step_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +47,11 @@ class StepInput:
         come with rows for the response only. Not copied: what stays in memory must not be changed
         afterwards, what goes to the store not before the Step is recorded.
     version
-        Weight version.
+        Weight version, where there is one.
+    versions
+        Weight versions of the response, where there are several: ``(version, tokens)`` for each run
+        of tokens, in order. A run may be empty: a version that was cut off after the prompt, whose
+        routing it gave.
     reason
         Why a boundary was drawn.
     """
@@ -56,6 +62,7 @@ class StepInput:
     response: npt.ArrayLike
     values: Mapping[str, npt.ArrayLike]
     version: str = ""
+    versions: Sequence[tuple[str, int]] = ()
     reason: str = ""
 
 
@@ -78,16 +85,29 @@ class Trajectory:
         Declared fields; every Step has all of them.
     mode
         ``tito`` or ``snapshot``.
+    versions
+        Which weight versions its Steps may hold together.
+    compact
+        Keep ids of fields that stay in memory in their stored type.
     """
 
     def __init__(
-        self, incarnation: Incarnation, specs: Sequence[FieldSpec], mode: Mode = "tito"
+        self,
+        incarnation: Incarnation,
+        specs: Sequence[FieldSpec],
+        mode: Mode = "tito",
+        *,
+        versions: VersionRule = ANY_VERSIONS,
+        compact: bool = False,
     ) -> None:
         if mode not in ("tito", "snapshot"):
             raise InvalidConfig(f"{mode!r} is neither tito nor snapshot", subject="mode")
         self.incarnation = incarnation
         self.mode: Mode = mode
         self.specs = tuple(specs)
+        self.rule = versions
+        self._compact = compact
+        self._versions: frozenset[str] = frozenset()
         self._records: dict[int, StepRecord] = {}
         self._continued: set[int] = set()
         self._next = 0
@@ -103,6 +123,8 @@ class Trajectory:
         ------
         EmptyStep, InvalidLineage, RowCountMismatch, WidthChanged, InvalidField
             Nothing has changed.
+        VersionSpan
+            Its weight versions may not stand beside those of earlier Steps; nothing has changed.
         SessionClosed
             Finalized or discarded.
         """
@@ -111,6 +133,7 @@ class Trajectory:
             parent = self._parent(step)
             key = StepKey(self.incarnation, self._next)
             record = self._record(step, parent, key)
+            self._check_versions(record)
             self._next += 1
         return PlannedStep(key, record)
 
@@ -132,16 +155,21 @@ class Trajectory:
             Another Step was appended to the same parent in the meantime.
         WidthChanged
             Another Step fixed another row shape in the meantime.
+        VersionSpan
+            Another Step of other weights was recorded in the meantime.
+        ValueOutOfRange
+            An id that is to be kept in its stored type does not fit it.
         SessionClosed
             Finalized or discarded in the meantime.
         """
-        arrays = {n: a for n, a in planned.record.arrays.items() if n in kept}
+        arrays = self._kept(planned, kept)
         record = replace(planned.record, arrays=arrays, stored=stored)
         with self._lock:
             self._check_open()
             if record.kind == "append":
                 assert record.parent is not None
                 self._check_tip(record.parent)
+            self._versions = self._check_versions(record)
             self.specs = tuple(_fixed(s, planned) for s in self.specs)
             if record.parent is not None and record.kind == "append":
                 self._continued.add(record.parent)
@@ -194,6 +222,27 @@ class Trajectory:
             raise InvalidLineage(f"Step {parent} is not recorded", subject=str(self.incarnation))
         return max(0, record.total - 1)
 
+    def sequence(self, index: int) -> Tokens:
+        """Return all tokens up to and including a recorded Step's, int32 ``[total]``.
+
+        Not a copy where the Step holds them all: it must not be changed.
+
+        Raises
+        ------
+        InvalidLineage
+            No such Step is recorded.
+        """
+        parts: list[Tokens] = []
+        with self._lock:
+            record = self._records.get(index)
+            while record is not None:
+                parts.append(record.tokens)
+                before = record.parent if record.prefix else None
+                record = None if before is None else self._records[before]
+        if not parts:
+            raise InvalidLineage(f"Step {index} is not recorded", subject=str(self.incarnation))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
+
     # ------------------------------------------------------------ rules
 
     def _check_open(self) -> None:
@@ -223,6 +272,22 @@ class Trajectory:
                 remedy="record it as a branch, with its whole prompt",
             )
 
+    def _check_versions(self, record: StepRecord) -> frozenset[str]:
+        """Return the versions of all Steps with those of one more, or refuse it."""
+        versions = self._versions.union(version for version, _ in record.versions)
+        if versions != self._versions:
+            self.rule.check(versions, f"Step {record.index} of {self.incarnation}")
+        return versions
+
+    def _kept(self, planned: PlannedStep, names: frozenset[str]) -> dict[str, Array]:
+        """Return the arrays that stay in memory, in the types they are kept in."""
+        arrays = {n: a for n, a in planned.record.arrays.items() if n in names}
+        if not self._compact:
+            return arrays
+        about = str(planned.key)
+        by_name = {spec.name: spec for spec in self.specs}
+        return {n: narrow.narrowed(by_name[n], a, about) for n, a in arrays.items()}
+
     def _record(self, step: StepInput, parent: StepRecord | None, key: StepKey) -> StepRecord:
         context, response = _token_ids(step.context, key), _token_ids(step.response, key)
         own = np.concatenate((context, response))
@@ -239,7 +304,7 @@ class Trajectory:
             prefix=prefix,
             tokens=own,
             response=len(response),
-            version=step.version,
+            versions=step_runs(step.version, step.versions, len(own), len(response), str(key)),
             reason=step.reason,
             arrays={},
         )

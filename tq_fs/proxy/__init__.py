@@ -1,0 +1,1 @@
+"""HTTP in front of the rollout engine: sessions recorded as agents talk."""
