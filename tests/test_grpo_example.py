@@ -1,4 +1,4 @@
-"""The GRPO example at a small scale: the same to the bit wherever trajectories lie, killed or not."""
+"""The GRPO example, small: the same to the bit wherever trajectories lie, killed or not."""
 
 from __future__ import annotations
 
