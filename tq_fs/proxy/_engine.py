@@ -282,11 +282,11 @@ def _ended(parser: ReplyParser, piece: bytes) -> GenerateReply:
 
 
 @contextmanager
-def _kept(lease: Lease) -> Iterator[None]:
+def _kept(lease: Lease) -> Iterator[Lease]:
     """Give back, if this fails, what a lease took meanwhile."""
     before = lease.held_bytes
     try:
-        yield
+        yield lease
     except BaseException:
         lease.keep(before)
         raise

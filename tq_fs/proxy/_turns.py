@@ -208,7 +208,8 @@ class Turns:
         if generated.finish == "stop":
             text = cut_at(text, request.stops)
         tools = bool(request.tools) and request.tool_choice != "none"
-        return parse_reply(text, tools=tools)
+        # Ids of calls have to differ within a conversation, and to be the same in every run.
+        return parse_reply(text, tools=tools, prefix=f"call_{len(request.messages)}")
 
     # ------------------------------------------------------------ record
 
