@@ -48,7 +48,7 @@ BUCKET = "tq-fs-grpo"
 # 4 MoE layers that each send a token to 4 of 16 experts.
 SCALE = {"layers": 4, "experts": 16, "topk": 4, "hidden": 64, "vocab": VOCAB}
 LEARNING_RATE, CLIP = 0.003, 0.2
-BUDGET_BYTES = 64 * 1024  # of a micro-batch's hydrated fields: a few Segments
+BUDGET_BYTES = 128 * 1024  # of a micro-batch's hydrated fields: a few Segments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
