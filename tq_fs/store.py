@@ -225,6 +225,11 @@ class Store:
             self._hydrator = Hydrator(self._specs, self.reader)
             self._closing = opened.pop_all()
 
+    @property
+    def fields(self) -> tuple[FieldSpec, ...]:
+        """The declared fields."""
+        return self._specs
+
     # ------------------------------------------------------------ record
 
     def session(
