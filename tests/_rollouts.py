@@ -94,6 +94,7 @@ class Op:
     context: int = 3
     response: int = 4
     only_response: bool = False
+    versions: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,12 @@ class Turn:
     only_response: bool
     whole: dict[str, Array]
     merged: dict[str, Array]
+    runs: tuple[tuple[str, int], ...] = ()
+
+    def labels(self, tokens: int) -> list[str]:
+        """Return the weight version of each of the last `tokens` tokens up to this turn's end."""
+        out = [v for v, n in self.runs for _ in range(n)] or [self.version] * self.response
+        return [self.runs[0][0] if self.runs else self.version] * (tokens - len(out)) + out
 
 
 @dataclass
@@ -168,6 +175,7 @@ class Rollout:
             only_response=op.only_response,
             whole=whole,
             merged=merged,
+            runs=_runs(op, random),
         )
 
     def _report(self, op: Op, random: Random, sequence: Array) -> dict[str, Array]:
@@ -203,7 +211,8 @@ class Rollout:
             parent=turn.parent,
             context=turn.own[:cut],
             response=turn.own[cut:],
-            version=turn.version,
+            version="" if turn.runs else turn.version,
+            versions=turn.runs,
             values=values,
         )
 
@@ -231,7 +240,7 @@ class Rollout:
         versions: list[str] = []
         for t in turns:
             mask += [0] * (len(t.own) - t.response) + [1] * t.response
-            versions += [t.version] * len(t.own)
+            versions += t.labels(len(t.own))
         last, first = turns[-1], turns[0]
         return Expected(
             steps=tuple(t.index for t in turns),
@@ -248,10 +257,19 @@ class Rollout:
             steps=(turn.index,),
             tokens=turn.sequence,
             mask=[0] * (total - turn.response) + [1] * turn.response,
-            versions=[turn.version] * total,
+            versions=turn.labels(total),
             response_length=turn.response,
             arrays=turn.whole,
         )
+
+
+def _runs(op: Op, random: Random) -> tuple[tuple[str, int], ...]:
+    """Return runs of several weight versions, some of them empty; none where there is one."""
+    if op.versions == 1:
+        return ()
+    cuts = sorted(random.integers(0, op.response, op.versions - 1, endpoint=True).tolist())
+    lengths = np.diff([0, *cuts, op.response]).tolist()
+    return tuple((f"v{int(random.integers(0, 3))}", n) for n in lengths)
 
 
 @dataclass(frozen=True)

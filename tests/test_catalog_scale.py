@@ -138,6 +138,7 @@ class World:
                     prefix=parent.total if parent else 0,
                     tokens=np.zeros(5, np.int32),
                     response=2,
+                    versions=(("1", 5),),
                     arrays={},
                     stored=self.unit.put(StepKey(where, index), 5, arrays),
                 )

@@ -26,8 +26,11 @@ SHORTER = {
     "tq-fs bench channel": "--repeats 1 --root {tmp}",
     "tq-fs bench controller": "--steps 30500 --root {tmp}",
     "tq-fs bench cluster": "--repeats 1 --steps 30500 --bytes 100000000 --sessions 2 --root {tmp}",
+    "tq-fs bench proxy": "--repeats 1 --sessions 2 --turns 2 --tokens 64 --long-tokens 512 "
+    "--layers 4 --held-sessions 1 --held-turns 4 --root {tmp}",
     "tq-fs bench s3": "--server moto --objects 8 --repeats 1 --write-back-bytes 1000000",
 }
+NEEDS = {"tq-fs bench cluster": "ray", "tq-fs bench proxy": "fastapi"}
 BUCKET = "s3://my-bucket/"  # of the pages; a bucket of the test's own takes its place
 
 
@@ -41,15 +44,22 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def commands(*, cluster: bool = False) -> list[str]:
-    """Return what is run here; or what tests/test_cluster_ray.py runs, on a cluster."""
-    found = [c for c in _all_commands() if c.startswith("tq-fs cluster") == cluster]
+    """Return what is run here; or what tests/test_cluster_ray.py runs, on a cluster.
+
+    tests/test_docs_proxy.py runs what needs an engine.
+    """
+    found = [c for c in all_commands() if c.startswith("tq-fs cluster") == cluster]
+    found = [c for c in found if not c.startswith(("tq-fs proxy", "curl "))]
     assert found
     return found
 
 
-def _all_commands() -> list[str]:
+def all_commands() -> list[str]:
+    """Return every command of every page; one that goes on over several lines as one."""
     fenced = [
-        line.split("#")[0].strip() for _, body in blocks("bash") for line in body.splitlines()
+        line.split("#")[0].strip()
+        for _, body in blocks("bash")
+        for line in body.replace("\\\n", " ").splitlines()
     ]
     inline = [c for page in PAGES for c in COMMAND.findall(page.read_text())]
     return sorted({c for c in [*fenced, *inline] if c})
@@ -77,10 +87,9 @@ def test_commands_in_the_documentation_run(
         line = command = command.replace(BUCKET, f"s3://{request.getfixturevalue('bucket')}/")
         url = re.findall(r"s3://\S+", command)[0]
         tq_fs.open_store(url, fields=[tq_fs.logprobs()], store_id="run-1").close()
-    if command.startswith("tq-fs bench cluster"):
-        pytest.importorskip("ray")
     for start, more in SHORTER.items():
         if command.startswith(start):
+            pytest.importorskip(NEEDS.get(start, "tq_fs"))
             line = f"{command} {more.format(tmp=tmp_path)}"
     words = shlex.split(line)
     if words[0] == "make":

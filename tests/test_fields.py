@@ -509,9 +509,16 @@ def test_a_model_s_configuration_gives_layers_topk_and_experts(
 
 def test_dense_layers_count_where_the_engine_records_them() -> None:
     assert routed_experts_of_model(DEEPSEEK_V3, dense_layers=True).inner == (61, 8)
+    assert routed_experts_of_model(DEEPSEEK_V3, stored="int32").stored == "int32"
+
+
+def test_dense_layers_are_named() -> None:
     assert dense_layers_of_model(DEEPSEEK_V3) == (0, 1, 2)
     assert dense_layers_of_model({"text_config": DEEPSEEK_V3}) == (0, 1, 2)
-    assert routed_experts_of_model(DEEPSEEK_V3, stored="int32").stored == "int32"
+    assert dense_layers_of_model(MIXTRAL | {"moe_layer_freq": [0, 1] * 16}) == (*range(0, 32, 2),)
+    assert dense_layers_of_model(QWEN3_MOE | {"mlp_only_layers": [5]}) == (5,)
+    with pytest.raises(InvalidConfig, match="in a way unknown here"):
+        dense_layers_of_model(MIXTRAL | {"moe_layer_freq": [0, 1]})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ from tq_fs.steps import (
     read_attributes,
 )
 from tq_fs.trajectory import (
+    TRAJECTORY_SCHEMA,
     ClosedSession,
     StepRecord,
-    TrajectoryDocument,
     decode_trajectory,
     encode_trajectory,
     trajectory_document,
@@ -143,24 +144,25 @@ def golden_store(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def golden_trajectory() -> TrajectoryDocument:
+def golden_session() -> ClosedSession:
     """Return the golden session with its resident fields: two turns, and one that stands alone."""
     rewards = np.arange(6, dtype=np.float16).reshape(3, 2)
     records = [
         StepRecord(
             index=0, kind="create", parent=None, prefix=0, tokens=np.array([7, 8, 9], np.int32),
-            response=1, version="v1", arrays={"rewards": rewards},
+            response=1, versions=(("v1", 3),), arrays={"rewards": rewards},
         ),
         StepRecord(
             index=1, kind="append", parent=0, prefix=3, tokens=np.arange(-5, 6, dtype=np.int32),
-            response=4, version="v2", reason="née", arrays={"rewards": np.ones((11, 2), "f2")},
+            response=4, versions=(("v2", 11),), reason="née",
+            arrays={"rewards": np.ones((11, 2), "f2")},
         ),
         StepRecord(
             index=2, kind="boundary", parent=1, prefix=0, tokens=np.array([2**31 - 1] * 5, "i4"),
-            response=2, version="v2", arrays={"rewards": -np.ones((5, 2), "f2")},
+            response=2, versions=(("v2", 5),), arrays={"rewards": -np.ones((5, 2), "f2")},
         ),
     ]  # fmt: skip
-    closed = ClosedSession(
+    return ClosedSession(
         incarnation=GOLDEN_INCARNATION,
         mode="tito",
         views=("lineage",),
@@ -170,14 +172,57 @@ def golden_trajectory() -> TrajectoryDocument:
         resident=[tq_fs.FieldSpec(name="rewards", dtype="float16", inner=(2,))],
         extra={"messages": [{"role": "user", "content": "é"}], "label": 0.5, "tools": None},
     )
-    return trajectory_document("golden", closed)
+
+
+def golden_session_of_schema_2() -> ClosedSession:
+    """Return the same with what schema 1 cannot say: several versions, and narrowed ids."""
+    before = golden_session()
+    first, second, alone = before.records
+    choices = np.array([[0, 255], [7, 7], [1, 2]], np.int32)
+    records = [
+        replace(first, arrays={**first.arrays, "choices": choices.astype(np.uint8)}),
+        replace(
+            second,
+            versions=(("v2", 8), ("v10", 3)),
+            arrays={**second.arrays, "choices": np.full((11, 2), 65535, np.uint16)},
+        ),
+        replace(alone, arrays={**alone.arrays, "choices": np.full((5, 2), -1, np.int32)}),
+    ]
+    return replace(before, records=records, resident=[*before.resident, CHOICES])
+
+
+CHOICES = tq_fs.FieldSpec(name="choices", dtype="int32", inner=(2,), unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "session"), [(1, golden_session), (2, golden_session_of_schema_2)]
+)
+def test_a_golden_trajectory_is_read_as_the_session_it_was(
+    schema: int, session: Callable[[], ClosedSession]
+) -> None:
+    data = (GOLDEN / f"trajectory-{schema}.msgpack").read_bytes()
+    document = decode_trajectory(data, "golden")
+    assert document == trajectory_document("golden", session())
+    assert document.schema == TRAJECTORY_SCHEMA
+    assert (encode_trajectory(document) == data) == (schema == 2)  # today's is written today
+
+
+def test_the_golden_trajectory_of_schema_2_gives_runs_and_narrow_ids(golden_store: Path) -> None:
+    where = golden_store / "golden/manifests" / GOLDEN_INCARNATION.path / "trajectory.msgpack"
+    shutil.copy(GOLDEN / "trajectory-2.msgpack", where)
+    with tq_fs.open_store(
+        golden_store.as_uri(), fields=[*GOLDEN_FIELDS, CHOICES], store_id="golden", read_only=True
+    ) as store:
+        first, alone = store.segments(store.unreleased())
+        (whole, rest) = store.hydrate([first, alone], fields=["choices"])["rollout_choices"]
+    assert first.versions == (("v1", 3), ("v2", 8), ("v10", 3))
+    assert alone.versions == (("v2", 5),)
+    assert [s.arrays["choices"].dtype.name for s in (first, alone)] == ["uint16", "int32"]
+    assert_bits(whole, np.array([[0, 255], [7, 7], [1, 2], *[[65535] * 2] * 11], np.int32))
+    assert_bits(rest, np.full((5, 2), -1, np.int32))
 
 
 def test_the_golden_trajectory_gives_the_same_segments(golden_store: Path) -> None:
-    data = (GOLDEN / "trajectory-1.msgpack").read_bytes()
-    document = decode_trajectory(data, "golden")
-    assert document == golden_trajectory()
-    assert encode_trajectory(document) == data
     with tq_fs.open_store(
         golden_store.as_uri(), fields=GOLDEN_FIELDS, store_id="golden", read_only=True
     ) as store:
@@ -226,8 +271,9 @@ def golden_entries() -> list[StepEntry]:
     ]
 
 
-def test_a_flipped_bit_of_a_trajectory_is_never_read_as_something_else() -> None:
-    whole = (GOLDEN / "trajectory-1.msgpack").read_bytes()
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_flipped_bit_of_a_trajectory_is_never_read_as_something_else(schema: int) -> None:
+    whole = (GOLDEN / f"trajectory-{schema}.msgpack").read_bytes()
     for bit in range(0, 8 * len(whole), 7):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -238,9 +284,21 @@ def test_a_flipped_bit_of_a_trajectory_is_never_read_as_something_else() -> None
 
 
 def test_a_trajectory_of_a_later_version_is_refused() -> None:
-    later = msgspec.structs.replace(golden_trajectory(), schema="tq-fs/trajectory/2")
+    today = trajectory_document("golden", golden_session())
+    later = msgspec.structs.replace(today, schema="tq-fs/trajectory/3")
     with pytest.raises(FormatTooNew, match="upgrade"):
         decode_trajectory(encode_trajectory(later), "golden")
+
+
+@pytest.mark.parametrize(
+    "runs", [(), (("v1", 2),), (("v1", 2), ("v2", 2)), (("v1", 4), ("v2", -1), ("v3", 0))]
+)
+def test_a_trajectory_whose_versions_are_not_of_its_tokens_is_corrupt(runs: Any) -> None:
+    whole = golden_session()
+    wrong = replace(whole, records=[replace(whole.records[0], versions=runs)])
+    data = encode_trajectory(trajectory_document("golden", wrong))
+    with pytest.raises(ManifestCorrupt, match="weight versions"):
+        decode_trajectory(data, "golden")
 
 
 @pytest.mark.parametrize("read_only", [True, False])

@@ -68,6 +68,7 @@ class Case:
     cache_bytes: int = 0
     prepared: int = 0
     durability: str = "none"
+    compact: bool = False
 
     def fields(self) -> list[Field]:
         """Return the declared fields with what makes their rows."""
@@ -111,6 +112,7 @@ class Case:
             "cache_bytes": self.cache_bytes,
             "prepared_groups": self.prepared,
             "durability": self.durability,
+            "compact": self.compact,
         }
 
 
@@ -137,6 +139,7 @@ op = st.builds(
     context=lengths,
     response=lengths,
     only_response=st.booleans(),
+    versions=st.sampled_from([1, 1, 2, 3]),
 )
 transfers = st.one_of(
     st.none(),
@@ -157,6 +160,7 @@ cases = st.builds(
     threads=st.integers(1, 2),
     cache_bytes=st.sampled_from([0, 300, 2**20]),
     prepared=st.sampled_from([0, 0, 0, 2]),
+    compact=st.booleans(),
 )
 
 
@@ -166,7 +170,9 @@ def both_stores(case: Case) -> Iterator[tuple[tq_fs.Store, tq_fs.Store]]:
     fields = case.fields()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        off = stack.enter_context(tq_fs.open_store(None, fields=specs(fields)))
+        off = stack.enter_context(
+            tq_fs.open_store(None, fields=specs(fields), compact=case.compact)
+        )
         yield off, stack.enter_context(open_store(folder, fields, **case.settings()))
 
 

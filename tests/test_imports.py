@@ -25,7 +25,7 @@ LAYERS = (
     ("keys", "fields", "budget", "cache", "memory", "storage_options", "placement"),
     ("config",),
     ("model_config", "narrow"),
-    ("flags", "ingest"),
+    ("ingest",),
     ("steps",),
     ("backends",),
     ("manifests",),
@@ -40,9 +40,11 @@ LAYERS = (
     ("store",),
     ("tq_fs",),
     ("cluster",),
+    ("flags",),
     ("rollout", "keeper", "proxy"),
     ("integrations",),
-    ("testing", "bench", "demo"),
+    ("testing", "demo"),
+    ("bench",),
     ("cli",),
 )
 EDGES = {"cluster", "rollout", "keeper", "proxy", "integrations", "testing", "bench", "demo", "cli"}

@@ -114,6 +114,7 @@ def test_unknown_keys_are_refused_with_the_known_ones() -> None:
         ("inflight_deadline_s", "soon"),
         ("inflight_deadline_s", float("nan")),
         ("checksum", "yes"),
+        ("compact", 1),
         ("durability", "sometimes"),
         ("transfer", ["logprobs", "nonsense"]),
         ("transfer", "logprobs"),

@@ -127,7 +127,7 @@ def test_every_history_comes_back_bit_for_bit_whatever_fields_are_stored(
         return made
 
     with tempfile.TemporaryDirectory() as folder, small_chunks():
-        with tq_fs.open_store(None, fields=specs(fields)) as off:
+        with tq_fs.open_store(None, fields=specs(fields), compact=case.compact) as off:
             kept = recorded(off)
         with keeping(Path(folder), fields, **more) as store:
             first = recorded(store)
@@ -374,11 +374,11 @@ def test_a_trajectory_of_a_later_version_says_so(kept: Any) -> None:
     folder, refs, path = kept
 
     def later(document: dict[str, Any]) -> None:
-        document.update(schema="tq-fs/trajectory/2", mode="new", steps=None, surprise=1)
+        document.update(schema="tq-fs/trajectory/3", mode="new", steps=None, surprise=1)
 
     path.write_bytes(resealed(path.read_bytes(), later))
     with keeping(folder, FIELDS) as store:
-        with pytest.raises(FormatTooNew, match=r"train/s/.*tq-fs/trajectory/2.*upgrade"):
+        with pytest.raises(FormatTooNew, match=r"train/s/.*tq-fs/trajectory/3.*upgrade"):
             list(store.segments(refs))
         assert set(store.unreleased()) > set(refs)
 

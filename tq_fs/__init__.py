@@ -31,7 +31,15 @@ from tq_fs.reader import SegmentReader
 from tq_fs.recovery import Recovery
 from tq_fs.session import Session
 from tq_fs.store import Store, open_store, recover_store
-from tq_fs.trajectory import Sample, Segment, StepInput, StepRecord
+from tq_fs.trajectory import (
+    RolloutChunk,
+    Sample,
+    Segment,
+    StepInput,
+    StepRecord,
+    VersionRule,
+    join_chunks,
+)
 
 __version__ = "0.1.0"
 
@@ -42,6 +50,7 @@ __all__ = [
     "MicroBatch",
     "MicroBatches",
     "Recovery",
+    "RolloutChunk",
     "Sample",
     "Segment",
     "SegmentReader",
@@ -51,7 +60,9 @@ __all__ = [
     "Store",
     "StoreConfig",
     "TierConfig",
+    "VersionRule",
     "errors",
+    "join_chunks",
     "logprobs",
     "open_store",
     "recover_store",

@@ -220,6 +220,9 @@ class StoreConfig:
         The run. Opening the same URL and id again continues it.
     transfer
         Fields to take out of memory; None for all declared ones, empty to switch the store off.
+    compact
+        Keep ids of fields that stay in memory in their stored type: routed experts then take a
+        quarter or half of the memory. Hydrated they are int32, as ever.
     durability
         ``none`` (survives a killed process), ``batch`` (one sync for all writers that wait) or
         ``step`` (each Step's own sync): when a Step is acknowledged on a local disk.
@@ -271,6 +274,7 @@ class StoreConfig:
     url: str | None = None
     store_id: str = "default"
     transfer: tuple[str, ...] | None = None
+    compact: bool = False
     durability: str = "none"
     checksum: bool = True
     layer_groups: int = 1
@@ -306,6 +310,7 @@ class StoreConfig:
                 _check_whole(name, getattr(self, name), 1)
         for name in ("inflight_deadline_s", "retry_deadline_s", "request_timeout_s"):
             _check_number(name, getattr(self, name))
+        _check_flag("compact", self.compact)
         _check_flag("checksum", self.checksum)
         if self.persist_trajectories is not None:
             _check_flag("persist_trajectories", self.persist_trajectories)

@@ -107,6 +107,18 @@ class UpstreamUnavailable(RetryError):
     code = "upstream_unavailable"
 
 
+class UpstreamTimeout(UpstreamUnavailable):
+    """The rollout engine did not answer in time."""
+
+    code = "upstream_timeout"
+
+
+class ProxyUnavailable(RetryError):
+    """The Proxy gave no answer, or one that is none of its own."""
+
+    code = "proxy_unavailable"
+
+
 class RolloutPaused(RetryError):
     """Generation is paused, and was not resumed in time."""
 
@@ -144,6 +156,12 @@ class BudgetTooSmall(CapacityError):
     """One sample is larger than the byte budget it has to be hydrated in."""
 
     code = "budget_too_small"
+
+
+class TableFull(CapacityError):
+    """The Proxy holds as many sessions, open or finalized, as it may."""
+
+    code = "table_full"
 
 
 # ---------------------------------------------------------------- give up

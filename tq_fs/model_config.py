@@ -37,27 +37,38 @@ def routed_experts_of_model(
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, InvalidConfig):
             raise
-        raise InvalidConfig(
-            f"describes its routing in a way unknown here ({error})",
-            subject=str(config)[:120],
-            remedy="give layers, topk and experts yourself",
-        ) from error
+        raise _unknown_routing(config, error) from error
 
 
 def dense_layers_of_model(config: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
-    """Return which of a model's layers do not route, of those of ``dense_layers=True``.
+    """Return the layers that have no experts to choose from, by a model's ``config.json``.
 
-    What an engine records for them is not routing.
+    An engine that records dense layers too says nothing of worth about them.
+
+    Parameters
+    ----------
+    config
+        The file, its folder, or the parsed mapping.
 
     Raises
     ------
     InvalidConfig
-        The configuration describes no mixture of experts.
     """
-    layers, _ = routed_experts_of_model(config, dense_layers=True).inner or (0, 0)
     values = _read_model_config(config)
-    values = values.get("text_config") or values
-    return tuple(i for i in range(layers) if not _is_moe_layer(values, i))
+    inner = values.get("text_config") or values
+    try:
+        layers = _first(inner, "num_hidden_layers")
+        return tuple(i for i in range(layers) if not _is_moe_layer(inner, i))
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise _unknown_routing(config, error) from error
+
+
+def _unknown_routing(config: str | Path | Mapping[str, Any], error: Exception) -> InvalidConfig:
+    return InvalidConfig(
+        f"describes its routing in a way unknown here ({error})",
+        subject=str(config)[:120],
+        remedy="give layers, topk and experts yourself",
+    )
 
 
 def _declare(

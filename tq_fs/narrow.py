@@ -63,6 +63,41 @@ def narrow_into(source: Array, target: Array, bound: int) -> bool:
     return True
 
 
+def narrowed(spec: FieldSpec, array: Array, subject: str) -> Array:
+    """Return an int32 array in its stored type, for memory; other arrays as they are.
+
+    Unknown routes have no place beside an array in memory: one that holds some stays int32.
+
+    Raises
+    ------
+    ValueOutOfRange
+        As :func:`split_unknown`.
+    """
+    if not spec.narrowable:
+        return array
+    stored = stored_type(spec, array)
+    if array.size == 0:
+        return array.astype(stored)
+    bound = id_bound(spec, stored)
+    if stored == spec.dtype:
+        if not ids_plain(spec, array, bound):
+            split_unknown(spec, array, bound, subject)
+        return array
+    out = np.empty(array.shape, stored)
+    if narrow_into(array, out, bound):
+        return out
+    split_unknown(spec, array, bound, subject)
+    return array
+
+
+def ids_plain(spec: FieldSpec, array: Array, bound: int) -> bool:
+    """Tell whether int32 values can stay as they are: numbers, or ids below `bound` and -1."""
+    if array.size == 0 or (not spec.unknown and spec.limit is None):
+        return True
+    low, high = int(array.min()), int(array.max())
+    return high < bound and low >= (UNKNOWN if spec.unknown else 0)
+
+
 def split_unknown(spec: FieldSpec, array: Array, bound: int, subject: str) -> tuple[Array, Array]:
     """Separate unknown routes from ids: the slow path for Steps that :func:`narrow_into` refuses.
 

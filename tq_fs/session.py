@@ -72,6 +72,11 @@ class Session:
         return self._trajectory.incarnation.incarnation_id
 
     @property
+    def trajectory(self) -> Trajectory:
+        """Its Steps and rules: for what decides how the next one hangs on them."""
+        return self._trajectory
+
+    @property
     def records(self) -> list[StepRecord]:
         """The Steps recorded so far."""
         return self._trajectory.records()

@@ -41,7 +41,7 @@ from tq_fs.recovery import Recovery
 from tq_fs.session import Session
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
-from tq_fs.trajectory import Sample, Segment, Trajectory
+from tq_fs.trajectory import ANY_VERSIONS, Sample, Segment, Trajectory, VersionRule
 from tq_fs.units import Passed
 from tq_fs.writer import StepWriter
 
@@ -225,9 +225,21 @@ class Store:
             self._hydrator = Hydrator(self._specs, self.reader)
             self._closing = opened.pop_all()
 
+    @property
+    def fields(self) -> tuple[FieldSpec, ...]:
+        """The declared fields."""
+        return self._specs
+
     # ------------------------------------------------------------ record
 
-    def session(self, session_id: str, *, partition: str = "train", mode: Mode = "tito") -> Session:
+    def session(
+        self,
+        session_id: str,
+        *,
+        partition: str = "train",
+        mode: Mode = "tito",
+        versions: VersionRule = ANY_VERSIONS,
+    ) -> Session:
         """Begin to record a rollout session.
 
         Parameters
@@ -239,6 +251,8 @@ class Store:
         mode
             ``tito``: an append Step holds its own tokens. ``snapshot``: every Step holds the whole
             sequence.
+        versions
+            Which weight versions its Steps may hold together; any, where left out.
         """
         self._check_open()
         if self._read_only:
@@ -249,7 +263,9 @@ class Store:
             incarnation = self._controller.open_session(partition, session_id)
         else:
             incarnation = Incarnation(partition, session_id, f"{next(self._numbers):016x}")
-        trajectory = Trajectory(incarnation, self._specs, mode)
+        trajectory = Trajectory(
+            incarnation, self._specs, mode, versions=versions, compact=self.config.compact
+        )
         return Session(
             trajectory,
             self._writer,

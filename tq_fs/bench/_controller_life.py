@@ -134,6 +134,7 @@ def _records(fields: Sequence[FieldSpec], sizes: Sequence[int]) -> list[StepReco
             prefix=prefix,
             tokens=np.zeros(tokens, np.int32),
             response=tokens // 2,
+            versions=(("1", tokens),),
             arrays={},
             stored=_entry(fields, index, tokens),
         )

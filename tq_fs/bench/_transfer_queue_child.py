@@ -11,18 +11,19 @@ import asyncio
 import gc
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
-from typing import IO, Any
+from typing import Any
 
 import ray
 import transfer_queue
 from omegaconf import OmegaConf
 
-from tq_fs.bench._transfer_queue_load import Load, chunks, steps_in, ticks
+from tq_fs.bench._child import answer, own_answers
+from tq_fs.bench._ticks import ticks
+from tq_fs.bench._transfer_queue_load import Load, chunks, steps_in
 from tq_fs.bench._transfer_queue_memory import memory_now, started
 
 _CPUS = 8  # that Ray believes in: the Controller and each unit ask for one
@@ -40,8 +41,7 @@ def main(backend: dict[str, Any], module: str | None) -> None:
     module
         To import first: it registers the backend.
     """
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what others print is no answer
+    answers = own_answers()
     ray.init(
         address="local",
         num_cpus=_CPUS,
@@ -55,7 +55,7 @@ def main(backend: dict[str, Any], module: str | None) -> None:
     transfer_queue.init(OmegaConf.create({"backend": backend}))
     try:
         with asyncio.Runner() as loop:
-            _serve(_requests(loop, Load(), before), sys.stdin, answers)
+            answer(_requests(loop, Load(), before), sys.stdin, answers)
     finally:
         transfer_queue.close()
         ray.shutdown()
@@ -87,12 +87,6 @@ def _requests(
         "hold": hold,
         "memory": memory,
     }
-
-
-def _serve(requests: dict[str, Callable[..., object]], asked: IO[str], answers: IO[str]) -> None:
-    for line in asked:
-        name, *arguments = json.loads(line)
-        answers.write(json.dumps(requests[name](*arguments)) + "\n")
 
 
 if __name__ == "__main__":

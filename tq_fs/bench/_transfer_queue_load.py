@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 import transfer_queue
 
 from tq_fs.bench._data import Shape, make_payloads
+from tq_fs.bench._ticks import ticks
 
 CALLERS = 8
 BATCH = 48  # keys of a get
@@ -27,7 +27,6 @@ STEP_BYTES = 2047 * 40 * 8 + 2048 * 4
 PARTITION = "bench"
 _PAYLOADS = 8
 _WINDOWS = 16  # first tokens that a Step of a payload can have
-_TICK_S = 0.001
 
 
 class Puts(NamedTuple):
@@ -133,17 +132,6 @@ class Load:
     async def _get_on(self) -> None:
         while True:
             await self._get()
-
-
-async def ticks(seconds: float = float("inf")) -> list[float]:
-    """Sleep 1 ms again and again; return by how many seconds each wake-up was late."""
-    late: list[float] = []
-    until = time.perf_counter() + seconds
-    with suppress(asyncio.CancelledError):
-        while (start := time.perf_counter()) < until:
-            await asyncio.sleep(_TICK_S)
-            late.append(time.perf_counter() - start - _TICK_S)
-    return late
 
 
 def steps_in(nbytes: float) -> int:

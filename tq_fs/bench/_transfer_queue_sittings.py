@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from tq_fs.bench._child import Child
 from tq_fs.bench._timing import Timings
-from tq_fs.bench._transfer_queue_variants import Queue, queue_with
+from tq_fs.bench._transfer_queue_variants import queue_with
 
 BATCH = 48
 _ROUNDS = 5  # of puts and gets
@@ -104,7 +105,7 @@ def sit(
     return sittings
 
 
-def _sitting(queue: Queue, puts: int) -> Sitting:
+def _sitting(queue: Child, puts: int) -> Sitting:
     queue.ask("keep")
     queue.ask("put", puts)
     queue.ask("clear")

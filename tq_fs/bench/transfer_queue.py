@@ -15,7 +15,7 @@ Afterwards each variant, alone, is given many Steps to hold:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -28,6 +28,7 @@ from rich.table import Table
 
 from tq_fs.bench._disk import measuring_place
 from tq_fs.bench._targets import Target, at_least, at_most, targets_table
+from tq_fs.bench._ticks import p999
 from tq_fs.bench._timing import Timings
 from tq_fs.bench._transfer_queue_sittings import BATCH, Held, Sittings, hold, sit
 from tq_fs.bench._transfer_queue_variants import OURS, SIMPLE, SSD, VARIANTS
@@ -212,23 +213,17 @@ def _of_memory(held: Mapping[str, Held]) -> dict[str, float]:
 def _of_loop(sittings: Sittings) -> dict[str, float]:
     out: dict[str, float] = {}
     if OURS in sittings.of:
-        out["loop_stall_ms"] = _ms(_p999(sittings.late(OURS)))
+        out["loop_stall_ms"] = _ms(p999(sittings.late(OURS)))
     for name in sittings.of:
         late = sittings.late(name)
         every = [seconds for sitting in late for seconds in sitting]
-        out[f"loop_stall.{name}.ms"] = _ms(_p999(late))
+        out[f"loop_stall.{name}.ms"] = _ms(p999(late))
         out[f"loop_stall.{name}.median_ms"] = _ms(statistics.median(every))
         out[f"loop_stall.{name}.max_ms"] = _ms(max(every))
         out[f"loop_stall.{name}.wakeups"] = len(every)
-    out["loop_stall.idle.ms"] = _ms(_p999(sittings.idle()))
+    out["loop_stall.idle.ms"] = _ms(p999(sittings.idle()))
     out["loop_stall.idle.max_ms"] = _ms(max(map(max, sittings.idle())))
     return out
-
-
-def _p999(sittings: Sequence[Sequence[float]]) -> float:
-    """Return the median of what 99.9 % of each are not above."""
-    worst = [sorted(late)[min(int(len(late) * 0.999), len(late) - 1)] for late in sittings]
-    return statistics.median(worst)
 
 
 def _ms(seconds: float) -> float:

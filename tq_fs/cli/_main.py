@@ -16,7 +16,9 @@ from rich.console import Console
 
 from tq_fs import __version__
 from tq_fs.cli import _report as report
+from tq_fs.cli._bench_proxy import add_bench_proxy
 from tq_fs.cli._cluster import add_cluster
+from tq_fs.cli._proxy import add_proxy
 from tq_fs.config import StoreConfig
 from tq_fs.errors import InputError, InvalidConfig, TqFsError
 from tq_fs.store import recover_store
@@ -143,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_recover(commands)
     _add_serve(commands)
     add_cluster(commands)
+    add_proxy(commands)
     bench = commands.add_parser("bench", help="measure", description="Measurements.")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     _add_step(benches)
@@ -151,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_controller(benches)
     _add_cluster(benches)
     _add_transfer_queue(benches)
+    add_bench_proxy(benches)
     return parser
 
 

@@ -95,11 +95,29 @@ METRICS = (
     _spec("tqfs_processes", "gauge", "Processes that hold a lease"),
     _spec("tqfs_open_sessions", "gauge", "Sessions that are being recorded"),
     _spec("tqfs_finalized_sessions", "gauge", "Sessions of which something is still needed"),
+    # the Proxy
+    _spec("tqfs_proxy_requests_total", "counter", "Answers of an endpoint", "path", "status"),
+    _spec("tqfs_proxy_stage_seconds", "histogram", "Stages of a chat request", "stage"),
+    _spec("tqfs_proxy_running_requests", "gauge", "Chat requests that are under way"),
+    _spec("tqfs_proxy_sessions", "gauge", "Sessions in the Proxy's table, by their state", "state"),
+    _spec("tqfs_proxy_kept_bytes", "gauge", "Bytes of finalized sessions that are kept to be read"),
+    # rollout engines, asked by the Proxy
+    _spec("tqfs_upstream_requests_total", "counter", "Generations that were asked for", "engine"),
+    _spec("tqfs_upstream_aborts_total", "counter", "Aborts that were sent", "engine"),
+    _spec(
+        "tqfs_upstream_seconds",
+        "histogram",
+        "From asking for a generation to its reply's being read and checked",
+    ),
+    _spec("tqfs_upstream_running", "gauge", "Generations that are asked for and not read yet"),
+    _spec("tqfs_upstream_reply_bytes", "gauge", "Bytes of replies that are read or recorded now"),
+    _spec("tqfs_upstream_reply_limit_bytes", "gauge", "Bound of these bytes, reply_bytes"),
+    _spec("tqfs_upstream_reply_waiting", "gauge", "Replies that wait for room to be read"),
     # errors
     _spec(
         "tqfs_errors_total",
         "counter",
-        "Errors by their code, and by who met them: write, read, serve or watch",
+        "Errors by their code, and by who met them: write, read, serve, watch or upstream",
         "operation",
         "code",
     ),

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tq_fs import narrow
-from tq_fs.fields import UNKNOWN, FieldSpec
+from tq_fs.fields import FieldSpec
 from tq_fs.keys import StepKey
 from tq_fs.steps import _codecs
 from tq_fs.steps._arrays import (
@@ -138,8 +138,10 @@ def _chunks(
 ) -> list[Chunk] | None:
     """Return the chunks in the order of the object; None if an id is not plain."""
     same = layout.dtype == spec.dtype
-    if same and spec.narrowable and not _ids_plain(spec, values, layout.dtype):
-        return None
+    if same and spec.narrowable:
+        bound = narrow.id_bound(spec, layout.dtype)
+        if not narrow.ids_plain(spec, values, bound):
+            return None
     in_place = same and layout.grid[1] == 1 and values.flags.c_contiguous
     out = []
     for block in blocks(values, layout, together=in_place and layout.seamless):
@@ -151,16 +153,6 @@ def _chunks(
             return None
         out.append(chunk)
     return out
-
-
-def _ids_plain(spec: FieldSpec, values: Array, dtype: str) -> bool:
-    """Tell whether all ids can be stored as they are; -1 can, in the memory type."""
-    if values.size == 0:
-        return True
-    if not spec.unknown and spec.limit is None:
-        return True  # numbers, not ids
-    low, high = int(values.min()), int(values.max())
-    return high < narrow.id_bound(spec, dtype) and low >= (UNKNOWN if spec.unknown else 0)
 
 
 def _copied(spec: FieldSpec, block: Array, layout: ArrayLayout, scratch: Scratch) -> Chunk | None:

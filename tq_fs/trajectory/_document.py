@@ -20,7 +20,8 @@ from tq_fs.steps import StepEntry, check_schema
 from tq_fs.trajectory._closed import ClosedSession
 from tq_fs.trajectory._records import Array, StepKind, StepRecord
 
-TRAJECTORY_SCHEMA = "tq-fs/trajectory/1"
+TRAJECTORY_SCHEMA = "tq-fs/trajectory/2"
+_SCHEMA_1 = "tq-fs/trajectory/1"  # one weight version for each Step
 _TOKENS = np.dtype("<i4")
 
 
@@ -53,27 +54,43 @@ class ArrayDocument(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes
 
 
-class StepDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """A StepRecord without what is stored elsewhere; `tokens` are little-endian int32."""
-
+class _StepFields(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     kind: StepKind
     parent: int | None
     prefix: int
     tokens: bytes
     response: int
-    version: str
     reason: str
     arrays: dict[str, ArrayDocument]
 
 
-class TrajectoryDocument(msgspec.Struct, frozen=True, kw_only=True):
+class StepDocument(_StepFields, frozen=True, kw_only=True):
+    """A StepRecord without what is stored elsewhere; `tokens` are little-endian int32."""
+
+    versions: tuple[tuple[str, int], ...]
+
+
+class _TrajectoryFields(msgspec.Struct, frozen=True, kw_only=True):
+    schema: str
+    store_id: str
+    partition: str
+    session_id: str
+    incarnation_id: str
+    mode: Mode
+    views: tuple[View, ...]
+    consumers: tuple[str, ...]
+    fields: tuple[FieldDocument, ...]
+    extra: dict[str, Any]
+
+
+class TrajectoryDocument(_TrajectoryFields, frozen=True, kw_only=True):
     """What a session was, but for its stored fields.
 
     Attributes
     ----------
     schema
-        ``tq-fs/trajectory/1``.
+        ``tq-fs/trajectory/2``.
     store_id, partition, session_id, incarnation_id
         Whose it is.
     mode, views, consumers
@@ -86,17 +103,7 @@ class TrajectoryDocument(msgspec.Struct, frozen=True, kw_only=True):
         What the caller wanted to be kept: messages, tools, a label.
     """
 
-    schema: str
-    store_id: str
-    partition: str
-    session_id: str
-    incarnation_id: str
-    mode: Mode
-    views: tuple[View, ...]
-    consumers: tuple[str, ...]
-    fields: tuple[FieldDocument, ...]
     steps: tuple[StepDocument, ...]
-    extra: dict[str, Any]
 
     @property
     def incarnation(self) -> Incarnation:
@@ -120,6 +127,14 @@ class TrajectoryDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Head(msgspec.Struct):
     schema: str
+
+
+class _Step1(_StepFields, frozen=True, kw_only=True):
+    version: str
+
+
+class _Trajectory1(_TrajectoryFields, frozen=True, kw_only=True):
+    steps: tuple[_Step1, ...]
 
 
 def trajectory_document(store_id: str, session: ClosedSession) -> TrajectoryDocument:
@@ -167,7 +182,7 @@ def encode_trajectory(document: TrajectoryDocument) -> bytes:
 
 
 def decode_trajectory(data: bytes, subject: str) -> TrajectoryDocument:
-    """Read a document back.
+    """Read a document back; one of an earlier schema comes as it would be written today.
 
     Raises
     ------
@@ -179,10 +194,40 @@ def decode_trajectory(data: bytes, subject: str) -> TrajectoryDocument:
     body = unseal(data, subject)
     try:
         head = msgspec.msgpack.decode(body, type=_Head)
-        check_schema(head.schema, TRAJECTORY_SCHEMA, subject)
-        return msgspec.msgpack.decode(body, type=TrajectoryDocument)
+        if head.schema == _SCHEMA_1:
+            document = _of_schema_1(msgspec.msgpack.decode(body, type=_Trajectory1))
+        else:
+            check_schema(head.schema, TRAJECTORY_SCHEMA, subject)
+            document = msgspec.msgpack.decode(body, type=TrajectoryDocument)
     except msgspec.DecodeError as error:
         raise ManifestCorrupt(f"cannot be read: {error}", subject=subject) from error
+    for step in document.steps:
+        _check_runs(step, subject)
+    return document
+
+
+def _of_schema_1(old: _Trajectory1) -> TrajectoryDocument:
+    steps = [
+        StepDocument(
+            **{name: getattr(step, name) for name in _StepFields.__struct_fields__},
+            versions=((step.version, len(step.tokens) // _TOKENS.itemsize),),
+        )
+        for step in old.steps
+    ]
+    same = {name: getattr(old, name) for name in _TrajectoryFields.__struct_fields__}
+    return TrajectoryDocument(**{**same, "schema": TRAJECTORY_SCHEMA}, steps=tuple(steps))
+
+
+def _check_runs(step: StepDocument, subject: str) -> None:
+    """Refuse a Step whose weight versions are not those of its tokens."""
+    told = sum(tokens for _, tokens in step.versions)
+    sound = bool(step.versions) and all(tokens >= 0 for _, tokens in step.versions)
+    if not sound or told * _TOKENS.itemsize != len(step.tokens):
+        raise ManifestCorrupt(
+            f"tells the weight versions of {told} tokens of Step {step.index}, which holds "
+            f"{len(step.tokens) / _TOKENS.itemsize:g}",
+            subject=subject,
+        )
 
 
 def _step(record: StepRecord) -> StepDocument:
@@ -193,7 +238,7 @@ def _step(record: StepRecord) -> StepDocument:
         prefix=record.prefix,
         tokens=record.tokens.astype(_TOKENS, copy=False).tobytes(),
         response=record.response,
-        version=record.version,
+        versions=record.versions,
         reason=record.reason,
         arrays={name: _array(array) for name, array in record.arrays.items()},
     )
@@ -212,7 +257,7 @@ def _record(step: StepDocument, stored: StepEntry | None) -> StepRecord:
         prefix=step.prefix,
         tokens=np.frombuffer(step.tokens, _TOKENS).astype(np.int32),
         response=step.response,
-        version=step.version,
+        versions=step.versions,
         reason=step.reason,
         arrays={name: _values(array) for name, array in step.arrays.items()},
         stored=stored,

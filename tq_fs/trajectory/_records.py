@@ -51,8 +51,9 @@ class StepRecord:
         Token ids the Step holds, int32 ``[n]``: context, then response.
     response
         How many of the last tokens were generated.
-    version
-        Weight version that generated them.
+    versions
+        Weight versions by run, ``(version, tokens)``, over `tokens`; prompt tokens count to the
+        first. At least one run.
     reason
         Why a boundary was drawn.
     arrays
@@ -67,7 +68,7 @@ class StepRecord:
     prefix: int
     tokens: Tokens
     response: int
-    version: str = ""
+    versions: tuple[tuple[str, int], ...]
     reason: str = ""
     arrays: Mapping[str, Array]
     stored: StepEntry | None = None
@@ -76,6 +77,11 @@ class StepRecord:
     def opens_chain(self) -> bool:
         """Whether a chain starts here."""
         return self.kind != "append"
+
+    @property
+    def version(self) -> str:
+        """Weight version of the last token."""
+        return self.versions[-1][0]
 
     @property
     def total(self) -> int:

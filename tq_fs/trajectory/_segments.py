@@ -13,6 +13,7 @@ from tq_fs.errors import InvalidConfig, StepMissing
 from tq_fs.fields import FieldSpec
 from tq_fs.manifests import Fragment, SegmentEntry, View
 from tq_fs.trajectory._records import StepRecord, Tokens
+from tq_fs.trajectory._versions import from_token, joined
 
 Array = npt.NDArray[Any]
 
@@ -220,14 +221,7 @@ def _joined(chain: Sequence[StepRecord], spec: FieldSpec) -> Array:
 
 
 def _versions(new: Sequence[tuple[StepRecord, int]]) -> tuple[tuple[str, int], ...]:
-    runs: list[tuple[str, int]] = []
-    for record, start in new:
-        count = len(record.tokens) - start
-        if runs and runs[-1][0] == record.version:
-            runs[-1] = (record.version, runs[-1][1] + count)
-        elif count:
-            runs.append((record.version, count))
-    return tuple(runs)
+    return joined(run for record, start in new for run in from_token(record.versions, start))
 
 
 def check_views(views: Sequence[str]) -> tuple[View, ...]:
