@@ -35,13 +35,13 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from tq_fs.demo.tokenizer import VOCAB, save_tokenizer
-from tq_fs.proxy import ProxyClient
 
 import tq_fs
 from tq_fs.bench.servers import juicefs_binary, minio_server, moto_server
 from tq_fs.demo import grpo
 from tq_fs.demo.engine import TinyMoe
+from tq_fs.demo.tokenizer import VOCAB, save_tokenizer
+from tq_fs.proxy import ProxyClient
 
 ENGINE = Path(__file__).with_name("04_rollout_engine.py")
 BUCKET = "tq-fs-grpo"
@@ -102,10 +102,12 @@ def train(
             client.pause()
             grpo.give_weights(engine, checkpoints.path(number), number)
             client.resume()
+            say(f"iteration {number}: rolls out with weights {number}")
             sessions, taken = rollouts.collect(number)
             say(f"iteration {number}: {len(sessions)} sessions, {taken} of them from the store")
             history.append(step(number, learner, sessions, store, taken))
-            checkpoints.save(learner, history)
+            saved = checkpoints.save(learner, history)
+            say(f"iteration {number}: checkpoint {saved.name} saved")
             deleted = rollouts.release([s for own in sessions.values() for s in own], number)
             say(told(history[-1], deleted))
     return history, digest(moe)
