@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,9 @@ def test_they_are_cut_as_wide_ones_are(opening: Any, mode: Mode) -> None:
         select: dict[str, Any] = {"layers": (1, 3), "tokens": [(2, 4), (5, 20)]}
         want = [e.slime(plain, tokens=9, ranges=select["tokens"], layers=(1, 3)) for e in expected]
         assert_batch(store.hydrate(samples, **select), want)
+        zeros = [{name: np.zeros_like(array) for name, array in sample.items()} for sample in want]
+        removed = [replace(sample, removed=True) for sample in samples]
+        assert_batch(store.hydrate(removed, **select), zeros)
         batches: list[MicroBatch] = []
         have: dict[str, list[Array]] = {}
         for batch in store.micro_batches(samples, budget_bytes=2000, **select):
@@ -220,9 +226,6 @@ def test_unless_it_is_asked_for_ids_stay_as_they_are(opening: Any) -> None:
 
 def test_what_is_kept_is_a_quarter_and_holds_nothing_else(opening: Any) -> None:
     """The array that came is let go: the engine's reply is not kept alive by its small copy."""
-    import gc
-    import weakref
-
     fields = declared("auto", 256, experts=256)
     rollout = Rollout(fields, "tito").play([Op("create", 0, 10, 90)], np.random.default_rng(2))
     given = rollout.step(rollout.turns[0])

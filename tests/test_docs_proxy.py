@@ -18,12 +18,11 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
 from tests._engines import FakeEngine
+from tests.test_docs import ROOT, all_commands, blocks
+from tq_fs import errors, flags
 from tq_fs.demo.tokenizer import save_tokenizer
 from tq_fs.proxy._errors import status_of
 from tq_fs.proxy._routes import ROUTES
-
-from tests.test_docs import ROOT, all_commands, blocks
-from tq_fs import errors, flags
 
 PAGE = "docs/proxy.md"
 TEXT = (ROOT / PAGE).read_text()

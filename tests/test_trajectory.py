@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests._rollouts import (
     Op,
     Rollout,
     assert_batch,
+    assert_bits,
     assert_segment,
     logprob_bits,
     open_store,
@@ -35,7 +38,9 @@ from tq_fs.errors import (
     ValueOutOfRange,
     WidthChanged,
 )
+from tq_fs.keys import Incarnation
 from tq_fs.manifests import Mode, View
+from tq_fs.trajectory import Trajectory
 
 MODES: tuple[Mode, ...] = ("tito", "snapshot")
 LAYERS, TOPK = 4, 2
@@ -477,3 +482,70 @@ def test_extra_fields_follow_the_rows_their_declaration_says(tmp_path: Path) -> 
     assert batch["rollout_entropy"][0].shape == (8, 2)
     assert batch["rollout_drafts"][0].shape == (7, 1, 3)
     assert_batch(batch, [e.slime(specs(fields)) for e in rollout.expected("lineage")])
+
+
+# ---------------------------------------------------------------- memory
+
+
+def grown(trajectory: Trajectory, steps: int, tokens: int) -> list[np.ndarray[Any, Any]]:
+    """Record a chain of Steps without fields; return each one's own tokens."""
+    owns = []
+    for i in range(steps):
+        own = np.random.default_rng(i).integers(0, 2**31, tokens, dtype=np.int32)
+        step = tq_fs.StepInput(
+            kind="append" if i else "create",
+            parent=i - 1 if i else None,
+            context=own[: tokens // 2],
+            response=own[tokens // 2 :],
+            values={},
+            version=str(i),
+        )
+        trajectory.commit(trajectory.plan(step), None, frozenset())
+        owns.append(own)
+    return owns
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_session_keeps_of_a_token_is_a_few_bytes(mode: Mode) -> None:
+    """Also in snapshot mode, where each Step holds the tokens of all that came before it."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        trajectory = Trajectory(Incarnation("train", "s", "0"), [], mode)
+        owns = grown(trajectory, 100, 1000)
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0] - sum(own.nbytes for own in owns)
+    finally:
+        tracemalloc.stop()
+    assert held / 100_000 < 8
+    whole = np.concatenate(owns)
+    for i, record in enumerate(trajectory.records()):
+        first = 0 if mode == "snapshot" else 1000 * i
+        assert_bits(record.tokens, whole[first : 1000 * (i + 1)])
+
+
+def test_a_branch_and_a_refused_append_leave_a_snapshot_chain_as_it_was() -> None:
+    trajectory = Trajectory(Incarnation("train", "s", "0"), [], "snapshot")
+
+    def step(kind: Any, parent: int | None, *ids: int) -> tq_fs.StepInput:
+        return tq_fs.StepInput(kind=kind, parent=parent, context=ids, response=[9], values={})
+
+    def commit(planned: Any) -> None:
+        trajectory.commit(planned, None, frozenset())
+
+    commit(trajectory.plan(step("create", None, 1)))
+    late, early = (trajectory.plan(step("append", 0, n)) for n in (3, 2))
+    commit(early)
+    with pytest.raises(InvalidLineage):
+        commit(late)
+    commit(trajectory.plan(step("branch", 2, 1, 5)))
+    branch = trajectory.records()[-1].index
+    commit(trajectory.plan(step("append", branch, 6)))
+    commit(trajectory.plan(step("append", 2, 7)))
+    assert [r.tokens.tolist() for r in trajectory.records()] == [
+        [1, 9],
+        [1, 9, 2, 9],
+        [1, 5, 9],
+        [1, 5, 9, 6, 9],
+        [1, 9, 2, 9, 7, 9],
+    ]

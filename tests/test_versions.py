@@ -26,7 +26,7 @@ from tests._rollouts import (
     visible_steps,
 )
 from tests.test_writer import Gate, opened  # noqa: F401  # a fixture
-from tq_fs.errors import ConflictError, InvalidConfig, InvalidField, VersionSpan
+from tq_fs.errors import ConflictError, InvalidConfig, InvalidField, VersionSpan, WidthChanged
 from tq_fs.keys import Incarnation
 from tq_fs.manifests import Mode
 from tq_fs.trajectory import StepKind, Trajectory, VersionRule
@@ -351,6 +351,27 @@ def test_a_step_that_was_refused_leaves_no_version_behind(tmp_path: Path) -> Non
         with pytest.raises(tq_fs.errors.ValueOutOfRange):
             session.record(bad)
         session.record(step(2, 3, version="2"))
+
+
+def test_a_step_that_lost_to_another_width_leaves_no_version_behind() -> None:
+    trajectory = Trajectory(
+        Incarnation("train", "s", "0"),
+        [tq_fs.FieldSpec(name="drafts", dtype="int32", inner=None)],
+        versions=VersionRule(max_span=1),
+    )
+
+    def planned(version: str, width: int) -> Any:
+        values = {"drafts": np.zeros((1, width), np.int32)}
+        return trajectory.plan(
+            tq_fs.StepInput(kind="create", context=[], response=[1], version=version, values=values)
+        )
+
+    first, other = planned("1", 2), planned("2", 3)
+    trajectory.commit(first, None, frozenset({"drafts"}))
+    with pytest.raises(WidthChanged):
+        trajectory.commit(other, None, frozenset({"drafts"}))
+    trajectory.commit(planned("0", 2), None, frozenset({"drafts"}))  # not two apart
+    assert [r.version for r in trajectory.records()] == ["1", "0"]
 
 
 def test_a_session_of_a_cluster_has_the_same_rule(tmp_path: Path) -> None:

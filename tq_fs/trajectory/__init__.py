@@ -11,6 +11,7 @@ from tq_fs.trajectory._document import (
     trajectory_document,
 )
 from tq_fs.trajectory._history import messages_of
+from tq_fs.trajectory._input import PlannedStep, StepInput
 from tq_fs.trajectory._prompt import Renderer
 from tq_fs.trajectory._records import StepKind, StepRecord
 from tq_fs.trajectory._segments import (
@@ -22,7 +23,7 @@ from tq_fs.trajectory._segments import (
     pieces,
     response_length,
 )
-from tq_fs.trajectory._session import PlannedStep, StepInput, Trajectory
+from tq_fs.trajectory._session import Trajectory
 from tq_fs.trajectory._turn import Turn
 from tq_fs.trajectory._versions import ANY_VERSIONS, VersionRule
 

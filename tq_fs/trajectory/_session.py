@@ -7,71 +7,22 @@ planning and committing are two calls, so that a Step exists only once its field
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from tq_fs import fields as f
 from tq_fs import narrow
-from tq_fs.errors import EmptyStep, InvalidConfig, InvalidField, InvalidLineage, SessionClosed
+from tq_fs.errors import InvalidConfig, InvalidLineage, SessionClosed
 from tq_fs.fields import FieldSpec
 from tq_fs.keys import Incarnation, StepKey
 from tq_fs.manifests import Mode
 from tq_fs.steps import StepEntry
+from tq_fs.trajectory._input import PlannedStep, StepInput, checked_record
 from tq_fs.trajectory._records import Array, StepKind, StepRecord, Tokens
-from tq_fs.trajectory._versions import ANY_VERSIONS, VersionRule, step_runs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepInput:
-    """A model invocation as it arrives.
-
-    Attributes
-    ----------
-    kind
-        ``create``: a first prompt. ``append``: new messages after `parent`. ``branch``: another
-        continuation from inside an earlier Step's sequence. ``boundary``: the history was
-        rewritten (compaction) or the tools changed.
-    parent
-        Index of the Step it follows; None for create.
-    context
-        Prompt tokens: the whole prompt, or for append only those new since the parent
-        (tool result, user turn, template tokens). int ``[c]``.
-    response
-        Generated tokens, int ``[r]``.
-    values
-        Fields by name: one row for each row the Step holds. A field with a `context_fill` may
-        come with rows for the response only. Not copied: what stays in memory must not be changed
-        afterwards, what goes to the store not before the Step is recorded.
-    version
-        Weight version, where there is one.
-    versions
-        Weight versions of the response, where there are several: ``(version, tokens)`` for each run
-        of tokens, in order. A run may be empty: a version that was cut off after the prompt, whose
-        routing it gave.
-    reason
-        Why a boundary was drawn.
-    """
-
-    kind: StepKind
-    parent: int | None = None
-    context: npt.ArrayLike
-    response: npt.ArrayLike
-    values: Mapping[str, npt.ArrayLike]
-    version: str = ""
-    versions: Sequence[tuple[str, int]] = ()
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedStep:
-    """A checked Step that is not recorded yet: its record with all fields in memory."""
-
-    key: StepKey
-    record: StepRecord
+from tq_fs.trajectory._versions import ANY_VERSIONS, VersionRule
 
 
 class Trajectory:
@@ -110,6 +61,7 @@ class Trajectory:
         self._versions: frozenset[str] = frozenset()
         self._records: dict[int, StepRecord] = {}
         self._continued: set[int] = set()
+        self._room: dict[int, Tokens] = {}
         self._next = 0
         self._closed = ""
         self._lock = threading.Lock()
@@ -132,7 +84,7 @@ class Trajectory:
             self._check_open()
             parent = self._parent(step)
             key = StepKey(self.incarnation, self._next)
-            record = self._record(step, parent, key)
+            record = checked_record(step, parent, key, self.specs, self.mode)
             self._check_versions(record)
             self._next += 1
         return PlannedStep(key, record)
@@ -166,13 +118,15 @@ class Trajectory:
         record = replace(planned.record, arrays=arrays, stored=stored)
         with self._lock:
             self._check_open()
-            if record.kind == "append":
-                assert record.parent is not None
-                self._check_tip(record.parent)
-            self._versions = self._check_versions(record)
-            self.specs = tuple(_fixed(s, planned) for s in self.specs)
-            if record.parent is not None and record.kind == "append":
-                self._continued.add(record.parent)
+            appended = record.parent if record.kind == "append" else None
+            if appended is not None:
+                self._check_tip(appended)
+            versions = self._check_versions(record)
+            specs = tuple(_fixed(s, planned) for s in self.specs)
+            if appended is not None:
+                record = self._in_chain(record, appended)
+                self._continued.add(appended)
+            self._versions, self.specs = versions, specs
             self._records[record.index] = record
         return record
 
@@ -272,6 +226,33 @@ class Trajectory:
                 remedy="record it as a branch, with its whole prompt",
             )
 
+    def _in_chain(self, record: StepRecord, parent: int) -> StepRecord:
+        """Return an append Step with its tokens in memory that its chain shares, each token once.
+
+        In snapshot mode it begins with its parent's tokens, and nothing else follows those in the
+        parent's memory: a Step is appended to once.
+        """
+        if self.mode != "snapshot":
+            return record
+        old, new = len(self._records[parent].tokens), len(record.tokens)
+        room = self._room.get(parent, _NO_ROOM)
+        if new <= len(room):
+            room[old:new] = record.tokens[old:]
+        else:
+            room = np.empty(new + new // 2, np.int32)
+            room[:new] = record.tokens
+            self._move(parent, room)
+        self._room.pop(parent, None)
+        self._room[record.index] = room
+        return replace(record, tokens=room[:new])
+
+    def _move(self, last: int | None, room: Tokens) -> None:
+        """Let a chain's Steps, up to `last`, refer to memory that begins with their tokens."""
+        while last is not None:
+            record = self._records[last]
+            self._records[last] = replace(record, tokens=room[: len(record.tokens)])
+            last = record.parent if record.kind == "append" else None
+
     def _check_versions(self, record: StepRecord) -> frozenset[str]:
         """Return the versions of all Steps with those of one more, or refuse it."""
         versions = self._versions.union(version for version, _ in record.versions)
@@ -288,43 +269,6 @@ class Trajectory:
         by_name = {spec.name: spec for spec in self.specs}
         return {n: narrow.narrowed(by_name[n], a, about) for n, a in arrays.items()}
 
-    def _record(self, step: StepInput, parent: StepRecord | None, key: StepKey) -> StepRecord:
-        context, response = _token_ids(step.context, key), _token_ids(step.response, key)
-        own = np.concatenate((context, response))
-        appended = step.kind == "append"
-        if not appended and not len(own):
-            raise EmptyStep(f"a {step.kind} Step has at least one token", subject=str(key))
-        prefix = parent.total if appended and parent else 0
-        if prefix and parent is not None and self.mode == "snapshot":
-            own, prefix = np.concatenate((parent.tokens, own)), 0
-        record = StepRecord(
-            index=key.step_index,
-            kind=step.kind,
-            parent=step.parent,
-            prefix=prefix,
-            tokens=own,
-            response=len(response),
-            versions=step_runs(step.version, step.versions, len(own), len(response), str(key)),
-            reason=step.reason,
-            arrays={},
-        )
-        return replace(record, arrays=self._arrays(step, record, str(key)))
-
-    def _arrays(self, step: StepInput, record: StepRecord, about: str) -> dict[str, Array]:
-        names = {spec.name for spec in self.specs}
-        if set(step.values) != names:
-            raise InvalidField(
-                f"fields {sorted(step.values)} where {sorted(names)} are declared", subject=about
-            )
-        arrays = {}
-        for spec in self.specs:
-            array = f.coerce(spec, step.values[spec.name], about)
-            array = _with_context(spec, array, record)
-            rows = spec.row_count(len(record.tokens), opens_chain=record.prefix == 0)
-            f.check_rows(spec, array, rows, about)
-            arrays[spec.name] = array
-        return arrays
-
 
 def _fixed(spec: FieldSpec, planned: PlannedStep) -> FieldSpec:
     """Return `spec` with the row shape that the session's first Step gives it."""
@@ -333,22 +277,4 @@ def _fixed(spec: FieldSpec, planned: PlannedStep) -> FieldSpec:
     return f.with_inner(spec, array)
 
 
-_TOKENS = FieldSpec(name="tokens", dtype="int32", stored="int32")
-
-
-def _token_ids(values: npt.ArrayLike, key: StepKey) -> Tokens:
-    array = f.coerce(_TOKENS, values if np.size(values) else np.empty(0, np.int32), str(key))
-    if array.ndim != 1:
-        raise InvalidField(f"token ids of shape {list(array.shape)}", subject=str(key))
-    return array
-
-
-def _with_context(spec: FieldSpec, array: Array, record: StepRecord) -> Array:
-    """Fill in the rows of context tokens, where the engine reports only generated ones."""
-    missing = len(record.tokens) - record.response
-    if spec.context_fill is None or array.ndim == 0 or len(array) != record.response or not missing:
-        return array
-    whole: npt.NDArray[Any] = np.empty((len(record.tokens), *array.shape[1:]), array.dtype)
-    whole[:missing] = spec.context_fill
-    whole[missing:] = array
-    return whole
+_NO_ROOM: Tokens = np.empty(0, np.int32)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy.typing as npt
 
 from tq_fs.trajectory._history import Route
+from tq_fs.trajectory._input import StepInput
 from tq_fs.trajectory._messages import Message
 from tq_fs.trajectory._records import StepKind, Tokens
-from tq_fs.trajectory._session import StepInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
