@@ -133,15 +133,12 @@ class SglangEngine:
         """
         asked = wanted.asked()
         url = self.url_of(wanted.session_id)
-        with (
-            self._counted(url),
-            self._ran(wanted.rid, url),
-            _kept(lease or self.room.lease()) as to,
-        ):
-            reply = await self._exchange(url, wanted, asked, to)
+        with self._counted(url), self._ran(wanted.rid, url):
             if lease is None:
-                to.keep(0)
-            return reply
+                with self.room.lease() as own:
+                    return await self._exchange(url, wanted, asked, own)
+            with _kept(lease):
+                return await self._exchange(url, wanted, asked, lease)
 
     async def _exchange(
         self, url: str, wanted: Wanted, asked: Asked, lease: Lease
@@ -150,7 +147,9 @@ class SglangEngine:
         with mapped(url, self._timeout_s):
             async with (
                 asyncio.timeout(self._timeout_s) as scope,
-                self._session().post(f"{url}/generate", data=io.BytesIO(body)) as response,
+                self._session().post(
+                    f"{url}/generate", data=io.BytesIO(body), allow_redirects=False
+                ) as response,
             ):
                 await check_status(response, url)
                 nbytes = _checked_length(response, asked, self.room.limit_bytes)
