@@ -20,13 +20,12 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
-from tests._engines import FakeEngine
-from tq_fs.demo.tokenizer import save_tokenizer
-from tq_fs.proxy import ProxyClient
-
 import tq_fs
+from tests._engines import FakeEngine
 from tq_fs import errors
 from tq_fs.cli import main
+from tq_fs.demo.tokenizer import save_tokenizer
+from tq_fs.proxy import ProxyClient
 from tq_fs.trajectory import Segment
 
 ROOT = Path(__file__).parent.parent

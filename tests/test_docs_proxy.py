@@ -18,12 +18,11 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
 from tests._engines import FakeEngine
+from tests.test_docs import ROOT, all_commands, blocks
+from tq_fs import errors, flags
 from tq_fs.demo.tokenizer import save_tokenizer
 from tq_fs.proxy._errors import status_of
 from tq_fs.proxy._routes import ROUTES
-
-from tests.test_docs import ROOT, all_commands, blocks
-from tq_fs import errors, flags
 
 PAGE = "docs/proxy.md"
 TEXT = (ROOT / PAGE).read_text()
@@ -108,9 +107,12 @@ def shape(value: object) -> object:
 
 
 def table(head: str) -> list[list[str]]:
-    """Return the cells of the rows of a table that has `head` in its first line."""
-    rows = TEXT.partition(head)[2].partition("\n\n")[0].splitlines()[1:]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row[:1] == "|"]
+    """Return the cells of the rows of the first table from `head` on."""
+    _, _, rest = TEXT.partition(head)
+    rows = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
+    assert rows is not None
+    lines = rows[0].splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in lines]
 
 
 def test_all_endpoints_are_told() -> None:
@@ -125,7 +127,9 @@ def test_codes_are_told_with_their_status() -> None:
         kinds[kind.code] = kind
         left += kind.__subclasses__()
     told = [
-        (code, int(row[0])) for row in table("| status |") for code in re.findall("`(.*?)`", row[1])
+        (code, int(row[0]))
+        for row in table("## When something goes wrong")[2:]
+        for code in re.findall("`(.*?)`", row[1])
     ]
     assert len(told) > 15
     found = {code: status_of(kinds[code]("")) for code, _ in told if code != "internal"}

@@ -158,7 +158,7 @@ def test_a_cluster_of_the_file_is_attached_to(
 
     monkeypatch.setattr("tq_fs.cluster.attach", attach)
     path = tmp_path / "cluster.yaml"
-    path.write_text("store_id: run-1\ncluster: {paths: [/nvme/tq-fs]}\n")
+    path.write_text("store_id: run-1\nurl: s3://bucket/x\ncluster: {paths: [/nvme/tq-fs]}\n")
     found = on(path, *REPLAY, "--transfer-params", "routed_experts")
     assert found.url() is None
     assert found.open() == "store"  # type: ignore[comparison-overlap]

@@ -21,17 +21,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests._proxies import EXPERTS, LAYERS, TOOL, TOPK, Message, World, together, user, world
 
 import tq_fs
 from tests._engine_replies import logprobs_of, rows_of
 from tests._engines import AskedRequest, Planned
+from tests._proxies import EXPERTS, LAYERS, TOOL, TOPK, Message, World, together, user, world
 from tests._rollouts import assert_bits
 from tq_fs.trajectory import messages_of
 
 What = Literal["ask", "tool", "retry", "edit", "branch", "rewrite", "tools", "leave", "discard"]
 MODES = ("tito", "snapshot")
-OTHER_TOOL = {**TOOL, "function": {**TOOL["function"], "name": "other"}}
+OTHER_TOOL = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
 _names = itertools.count()
 
 
@@ -66,16 +66,17 @@ class Op(NamedTuple):
 
 def planned() -> Any:
     """An engine's plan: a request is cut once, and goes on under the next version."""
-    cut: set[tuple[str, int]] = set()
+    cut: set[str] = set()  # rids; a part that follows is called "2.RID"
     lock = threading.Lock()
 
     def plan(asked: AskedRequest) -> Planned:
         version, after = asked.seed // 100 % 10, asked.seed % 100
         if after == 99:
             return Planned("hold", 1, str(version))
+        first = asked.rid.rpartition(".")[2]
         with lock:
-            if after and (asked.rid, asked.seed) not in cut:
-                cut.add((asked.rid, asked.seed))
+            if after and first not in cut:
+                cut.add(first)
                 return Planned("abort", after - 1, str(version))
         return Planned(version=str(version + (after > 0)))
 

@@ -71,22 +71,6 @@ def _unknown_routing(config: str | Path | Mapping[str, Any], error: Exception) -
     )
 
 
-def dense_layers_of_model(config: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
-    """Return which of a model's layers do not route, of those of ``dense_layers=True``.
-
-    What an engine records for them is not routing.
-
-    Raises
-    ------
-    InvalidConfig
-        The configuration describes no mixture of experts.
-    """
-    layers, _ = routed_experts_of_model(config, dense_layers=True).inner or (0, 0)
-    values = _read_model_config(config)
-    values = values.get("text_config") or values
-    return tuple(i for i in range(layers) if not _is_moe_layer(values, i))
-
-
 def _declare(
     values: Mapping[str, Any],
     config: str | Path | Mapping[str, Any],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any, NamedTuple
@@ -14,8 +16,14 @@ import msgspec
 from tq_fs.errors import UpstreamRefused
 
 _TIMEOUT_S = 300.0
+NICE = 5  # of agents and engine
 _PADDING = "Go on from here, and mind what was said before. "
 Message = dict[str, Any]
+
+
+def step_back() -> None:
+    """Let the calling thread run after others: in earnest it would be on another machine."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class Agent:
@@ -121,7 +129,7 @@ class Agents:
     def run(self, load: Load) -> list[Agent]:
         """Let sessions take their turns, all at once; they are open afterwards."""
         agents = [Agent(self._url, next(self._names)) for _ in range(load.sessions)]
-        with ThreadPoolExecutor(load.sessions) as threads:
+        with ThreadPoolExecutor(load.sessions, initializer=step_back) as threads:
             for done in [threads.submit(_turns, agent, load) for agent in agents]:
                 done.result()
         self._last = agents

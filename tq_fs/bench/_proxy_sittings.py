@@ -4,7 +4,8 @@ Engine, agents and each Proxy are processes of their own. The engine answers at 
 that were made before (:mod:`tq_fs.bench._proxy_replies`); agents are threads of this process, which
 send short messages and read short answers. So what is left is the Proxy's: rendering and
 tokenizing, reading JSON, base64, checks, narrowing, and, with a store, writing. Processors are
-shared, though: on few of them what the engine takes to send megabytes is in both times alike.
+shared, though: on few of them what the engine takes to send megabytes is in both times alike. In
+earnest engine and agents are on other machines; here they run with a lower priority (nice 5).
 
 * **step**: seconds of a round over its Steps. A round is eight sessions at once, each a turn after
   the other; those with the store and those without follow each other in turn, and what was measured
@@ -17,8 +18,9 @@ shared, though: on few of them what the engine takes to send megabytes is in bot
   once with replies of 65,536, four at once.
 * **resident**: the growth of the Proxy's anonymous memory over sessions of 100 Steps that stay
   open, after garbage was collected and free memory given back (``malloc_trim``), without the bytes
-  of their messages, over their tokens. The first sessions are not counted: buffers and pools are
-  there after them. Messages are counted as CPython has them, a dict and its strings, each once.
+  of their messages, over their tokens. As many before them, which stay open too, are not
+  counted: buffers, pools and the allocator's arenas are as large as they get after some hundred
+  thousand tokens. Messages are counted as CPython has them, a dict and its strings, each once.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ _UPSTREAM = "tq_fs.bench._proxy_upstream"
 _CHILD = "tq_fs.bench._proxy_child"
 _CONTEXT = 2**20
 _IDLE_S = 2.0
-_WARM_SESSIONS = 2
 
 Progress = Callable[[], object]
 
@@ -213,7 +214,7 @@ def hold(place: Place, load: Load, *, progress: Progress) -> Resident:
     """Measure the memory of sessions that stay open, of one set after another."""
     with engine(place, load.tokens) as url, proxy(place, url, ON) as child:
         agents = Agents(child.ask("url"), "resident")
-        agents.run(load._replace(sessions=_WARM_SESSIONS))
+        agents.run(load)
         progress()
         before = child.ask("memory")
         held = agents.run(load)

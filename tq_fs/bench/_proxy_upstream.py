@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import sys
 import threading
 
@@ -16,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from tq_fs.bench._child import answer, own_answers
+from tq_fs.bench._proxy_load import NICE
 from tq_fs.bench._proxy_replies import Replies, RoutingShape
 
 _BODY_BYTES = 1024**3
@@ -79,6 +81,7 @@ async def _serve(upstream: Upstream, started: threading.Event, found: list[str])
 def main(layers: int, topk: int, experts: int, tokens: int, stop_id: int) -> None:
     """Serve until the input ends."""
     answers = own_answers()
+    os.nice(NICE)
     upstream = Upstream(Replies(RoutingShape(layers, topk, experts), tokens, stop_id=stop_id))
     started, found = threading.Event(), list[str]()
     threading.Thread(

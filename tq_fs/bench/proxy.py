@@ -51,7 +51,8 @@ class ProxyBench:
     layers, topk, experts
         Of the model.
     held_sessions, held_turns, held_tokens
-        Sessions whose memory is measured, their turns, and tokens of a turn's reply.
+        Sessions whose memory is measured, after as many others; their turns, and tokens of a turn's
+        reply.
     root
         Folder to measure in; None for a journaled file system of our own.
     """
@@ -64,7 +65,7 @@ class ProxyBench:
     layers: int = 40
     topk: int = 8
     experts: int = 256
-    held_sessions: int = 4
+    held_sessions: int = 8
     held_turns: int = 100
     held_tokens: int = 1910  # with the turn's question about 2,000
     root: Path | None = None

@@ -37,7 +37,7 @@ def add_bench_proxy(benches: argparse._SubParsersAction[argparse.ArgumentParser]
         "tokens": (2048, "tokens of a reply"),
         "long-tokens": (65536, "tokens of a long reply"),
         "layers": (40, "layers of the model"),
-        "held-sessions": (4, "sessions whose memory is measured"),
+        "held-sessions": (8, "sessions whose memory is measured, after as many others"),
         "held-turns": (100, "their turns, of 2,000 tokens"),
     }
     for name, (default, text) in numbers.items():

@@ -213,7 +213,8 @@ def _serve(
 ) -> None:
     from tq_fs.proxy import ChatTemplate, serve  # noqa: PLC0415  # optional
 
-    settings = _settings(arguments, config)
+    dense = dense_layers_of_model(config) if chosen.replay else ()
+    settings = _settings(arguments, config, dense)
     template = ChatTemplate.from_model(arguments.model)
     metrics = Metrics(chosen.store_config().store_id, role="proxy")
     with _metrics_at(arguments.metrics, metrics), chosen.open(config, metrics=metrics) as store:
@@ -247,7 +248,9 @@ def _until_signalled() -> Iterator[None]:
             signal.signal(name, handler)
 
 
-def _settings(arguments: argparse.Namespace, config: Mapping[str, Any]) -> ProxySettings:
+def _settings(
+    arguments: argparse.Namespace, config: Mapping[str, Any], dense_layers: tuple[int, ...]
+) -> ProxySettings:
     from tq_fs.proxy import ProxySettings  # noqa: PLC0415  # optional
 
     length = arguments.context_length or _context_length(config)
@@ -263,7 +266,7 @@ def _settings(arguments: argparse.Namespace, config: Mapping[str, Any]) -> Proxy
         partial_rollout=arguments.partial_rollout,
         max_version_span=arguments.max_version_span,
         routing_check=arguments.routing_check,
-        dense_layers=dense_layers_of_model(config),
+        dense_layers=dense_layers,
         timeout_s=arguments.timeout_s,
     )
 
