@@ -265,6 +265,19 @@ async def test_any_bytes_that_a_server_may_send_are_an_error_of_ours(what: str) 
         assert len(str(caught.value)) < 800
 
 
+@in_loop
+async def test_a_refusal_that_does_not_end_is_not_waited_for() -> None:
+    async def pours(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 X\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"10000\r\n%b\r\n" % (b"x" * 65536))
+            await writer.drain()
+
+    async with raw_server(pours) as url, upstream(url, timeout_s=5) as engine:
+        with pytest.raises(UpstreamRefused, match=r"HTTP 400: x{500} …"):
+            await engine.generate(wanted())
+
+
 TOO_LONG = (
     b'{"error": {"message": "The input (5 tokens) is longer than the model\'s context length"}}',
     b'{"object": "error", "message": "Requested token count exceeds the model\'s maximum context '

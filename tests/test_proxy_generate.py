@@ -25,6 +25,7 @@ from tests._upstreams import (
     upstream,
     wanted,
 )
+from tq_fs import routed_experts
 from tq_fs.errors import (
     ContextOverflow,
     ReplyInvalid,
@@ -538,3 +539,47 @@ def test_whatever_comes_when_every_token_has_what_generated_it(seed: int) -> Non
             await until(lambda: fake.running == 0)
 
     all_of_it()
+
+
+@pytest.mark.slow
+@in_loop
+async def test_a_models_generation_is_the_same_through_pauses_that_change_no_weights() -> None:
+    """With a real model behind SGLang's wire format, which draws by seed and position."""
+    pytest.importorskip("torch")
+    from tq_fs.demo.engine import TinyMoe
+    from tq_fs.demo.sglang import EngineServer
+
+    sampling = {"sampling_seed": 7, "temperature": 1.0, "ignore_eos": True}
+    asked: dict[str, Any] = {
+        "sampling": sampling,
+        "max_new_tokens": 150,
+        "routing": routed_experts(layers=3, topk=2, experts=16),
+        "start_row": 4,
+    }
+    model = TinyMoe(layers=3, experts=16, topk=2, hidden=32, vocab=280)
+    rule = VersionRule()
+    with EngineServer(model) as server:
+        async with upstream(server.url, timeout_s=60) as engine:
+            gate = Gate(again_s=0.05)
+
+            def start(rid: str) -> asyncio.Task[Generated]:
+                made = generate(engine, gate, wanted(rid, **asked), partial_rollout=True, rule=rule)
+                return asyncio.create_task(made)
+
+            whole = await start("whole")
+            cut = start("chunked")
+            chunks = 0
+            while not cut.done():
+                await asyncio.sleep(0.04)
+                chunks += await gate.pause(20)
+                gate.resume()
+            got = await cut
+    assert chunks >= 2
+    same(got.response, whole.response)
+    # What was decoded token by token is read at once after a pause: sums in another order.
+    np.testing.assert_allclose(got.logprobs, whole.logprobs, atol=1e-4)
+    assert got.routed_experts is not None
+    assert whole.routed_experts is not None
+    assert got.routed_experts.shape == whole.routed_experts.shape == (12 + 150 - 1 - 4, 3, 2)
+    assert (got.routed_experts != whole.routed_experts).mean() < 0.01
+    assert got.versions == whole.versions == ((server.version, 150),)
