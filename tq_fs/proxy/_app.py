@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,8 @@ async def _running(
     clock: Callable[[], float],
 ) -> AsyncIterator[Proxy]:
     async with AsyncExitStack() as opened:
+        opened.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(settings.switch_s)
 
         def pool(name: str, threads: int) -> ThreadPoolExecutor:
             return opened.enter_context(ThreadPoolExecutor(threads, f"tq-fs-proxy-{name}"))
