@@ -1,8 +1,8 @@
 """SGLang over HTTP: many generations at once, whose replies are parsed off the event loop.
 
 Memory: a request is admitted once its reply's length is known, to a :class:`Room` of `reply_bytes`;
-until then nothing of it is read, and the engine waits with it. A body is handed to the pool piece
-by piece, and its socket is not read on while more than some pieces lie unparsed.
+until then no more than its first piece is read, and the engine waits with it. A body is handed to
+the pool piece by piece, and its socket is not read on while some pieces lie unparsed.
 """
 
 from __future__ import annotations
