@@ -35,13 +35,14 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from tq_fs.demo.tokenizer import VOCAB, save_tokenizer
-from tq_fs.proxy import ProxyClient
+from transformers.utils.logging import disable_progress_bar
 
 import tq_fs
 from tq_fs.bench.servers import juicefs_binary, minio_server, moto_server
 from tq_fs.demo import grpo
 from tq_fs.demo.engine import TinyMoe
+from tq_fs.demo.tokenizer import VOCAB
+from tq_fs.proxy import ProxyClient
 
 ENGINE = Path(__file__).with_name("04_rollout_engine.py")
 BUCKET = "tq-fs-grpo"
@@ -54,6 +55,7 @@ BUDGET_BYTES = 128 * 1024  # of a micro-batch's hydrated fields: a few Segments
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tell the story."""
     options = parsed(arguments)
+    disable_progress_bar()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     with ExitStack() as opened:
@@ -78,18 +80,17 @@ def train(
     """Start everything, go on where the last checkpoint ends, and return all iterations."""
     moe = TinyMoe(**SCALE, seed=options.seed)
     learner = grpo.Learner(moe, learning_rate=LEARNING_RATE, clip=CLIP)
-    model = save_tokenizer(work / "model", moe.model.config.to_dict())
     batch = grpo.Batch(prompts=options.prompts, samples=options.samples)
     script = grpo.Script(new_tokens=options.new_tokens, seed=options.seed)
-    checkpoints = grpo.Checkpoints(
-        work / "checkpoints", model, {**SCALE, **asdict(batch), **asdict(script)}
-    )
+    run = {**SCALE, **asdict(batch), **asdict(script)}
+    checkpoints = grpo.Checkpoints(work / "checkpoints", run)
     history = checkpoints.load(learner)
     if history is None:
         history = []
         checkpoints.save(learner, history)
+    model = checkpoints.path(len(history))
     with (
-        grpo.serving(engine_command(checkpoints.path(len(history))), work / "engine.log") as engine,
+        grpo.serving(engine_command(model), work / "engine.log") as engine,
         grpo.serving(proxy_command(model, engine, place, work), work / "proxy.log") as proxy,
         place.open([tq_fs.logprobs(), tq_fs.routed_experts_of_model(model)]) as store,
     ):
@@ -102,10 +103,12 @@ def train(
             client.pause()
             grpo.give_weights(engine, checkpoints.path(number), number)
             client.resume()
+            say(f"iteration {number}: rolls out with weights {number}")
             sessions, taken = rollouts.collect(number)
             say(f"iteration {number}: {len(sessions)} sessions, {taken} of them from the store")
             history.append(step(number, learner, sessions, store, taken))
-            checkpoints.save(learner, history)
+            saved = checkpoints.save(learner, history)
+            say(f"iteration {number}: checkpoint {saved.name} saved")
             deleted = rollouts.release([s for own in sessions.values() for s in own], number)
             say(told(history[-1], deleted))
     return history, digest(moe)
@@ -154,9 +157,9 @@ def place_of(options: argparse.Namespace, work: Path) -> Iterator[grpo.Place]:
             yield grpo.Place(url=f"s3://{BUCKET}/runs", store_id=store_id)
 
 
-def engine_command(weights: Path) -> list[str]:
+def engine_command(model: Path) -> list[str]:
     """Return how the rollout engine is started."""
-    return [str(ENGINE), "--model", str(weights), "--port", "0"]
+    return [str(ENGINE), "--model", str(model), "--port", "0"]
 
 
 def proxy_command(model: Path, engine: str, place: grpo.Place, work: Path) -> list[str]:

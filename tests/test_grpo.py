@@ -39,6 +39,7 @@ from tq_fs.demo.grpo import (
     serving,
     turn_seed,
 )
+from tq_fs.demo.weights import load_model
 from tq_fs.errors import InvalidConfig, UpstreamRefused, UpstreamUnavailable
 
 PROMPT, NEW = 40, 16
@@ -186,19 +187,11 @@ def iteration(number: int) -> Iteration:
     return Iteration(number=number, reward=0.1 + 0.2, taken=number, learned=learned)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
-def test_a_checkpoint_gives_back_weights_optimizer_and_history(tmp_path: Path, model: Path) -> None:
+def test_a_checkpoint_gives_back_weights_optimizer_and_history(tmp_path: Path) -> None:
     run: dict[str, object] = {"seed": 1}
     moe = small_moe()
     learner = Learner(moe, learning_rate=0.01, clip=0.2)
-    checkpoints = Checkpoints(tmp_path / "c", model, run)
+    checkpoints = Checkpoints(tmp_path / "c", run)
     assert checkpoints.load(learner) is None
     segments, columns = rolled_out(moe)
     told = {f"s{n}": 1.0 for n in range(4)}
@@ -207,9 +200,9 @@ def test_a_checkpoint_gives_back_weights_optimizer_and_history(tmp_path: Path, m
         learner.learn([(segments, columns)], told, tokens=56)
         history.append(iteration(number))
         folder = checkpoints.save(learner, history)
-        assert (folder / "config.json").exists()
+        assert weights(load_model(folder)) == weights(moe)  # an engine can be started from it
     other = Learner(small_moe(), learning_rate=0.01, clip=0.2)
-    assert Checkpoints(tmp_path / "c", model, run).load(other) == history
+    assert Checkpoints(tmp_path / "c", run).load(other) == history
     assert weights(other.moe) == weights(moe)
     for one in (learner, other):  # Adam's moments too
         one.learn([(segments, columns)], told, tokens=56)
@@ -217,18 +210,16 @@ def test_a_checkpoint_gives_back_weights_optimizer_and_history(tmp_path: Path, m
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["000002", "000003"]
 
 
-def test_a_half_written_checkpoint_is_none_and_another_run_is_refused(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_half_written_checkpoint_is_none_and_another_run_is_refused(tmp_path: Path) -> None:
     learner = Learner(small_moe(), learning_rate=0.01, clip=0.2)
-    checkpoints = Checkpoints(tmp_path / "c", model, {"seed": 1})
+    checkpoints = Checkpoints(tmp_path / "c", {"seed": 1})
     (tmp_path / "c" / ".000000").mkdir()  # killed while it was written
     assert checkpoints.load(learner) is None
     checkpoints.save(learner, [])
     assert checkpoints.load(learner) == []
     assert checkpoints.save(learner, [iteration(0)]).name == "000001"
     with pytest.raises(InvalidConfig, match=r"'seed': 1.*'seed': 2"):
-        Checkpoints(tmp_path / "c", model, {"seed": 2}).load(learner)
+        Checkpoints(tmp_path / "c", {"seed": 2}).load(learner)
 
 
 def test_the_figure_is_drawn(tmp_path: Path) -> None:

@@ -153,6 +153,30 @@ def test_without_reasoning_the_same_template_confirms() -> None:
     assert talk.begin([U, A, V]).kind == "append"
 
 
+@pytest.mark.parametrize("follow", [tool("fine"), V, tool("<think>\n</think>\n\nfine")])
+def test_a_thought_without_words_that_the_template_shows_last_only_is_no_rewriting(
+    follow: Message,
+) -> None:
+    talk = Talk("shown")
+    talk.say([S, U], A)
+    talk.say([S, U, A, V], B)
+    request = [S, U, A, V, B, follow]
+    shown = rendered(talk, request[:-1], ask=False)
+    assert not rendered(talk, request).startswith(shown)
+    turn = talk.begin(request)
+    assert (turn.kind, turn.parent) == ("append", 1)
+    new = f"\n<|start|>{follow['role']}\n{follow['content']}{END}\n<|start|>assistant\n"
+    assert np.array_equal(turn.context, talk.template.ids(new))
+
+
+def test_a_thought_with_words_that_is_shown_last_only_is_a_rewriting() -> None:
+    talk = Talk("shown")
+    reply = said("fine", "it is")
+    talk.say([U], reply)
+    turn = talk.begin([U, reply, V])
+    assert (turn.kind, turn.reason) == ("boundary", REWROTE)
+
+
 def test_options_may_differ_from_the_parents_where_the_rendering_goes_on() -> None:
     talk = Talk("options")
     talk.answer(talk.begin([U]), A)

@@ -93,7 +93,7 @@ class RowBuffer:
             self._kept[end - len(source) : end] = source
 
     def _shift(self) -> None:
-        """More rows than were asked for: they start at row 0. Drop those before the first wanted."""
+        """Drop the rows before the first wanted: there are so many that they start at row 0."""
         if self._taken > self._skip:
             self._kept[: self._taken - self._skip] = self._kept[self._skip : self._taken]
         self._from_zero = True

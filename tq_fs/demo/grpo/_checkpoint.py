@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from tq_fs.demo.grpo._learner import Iteration, Learner
+from tq_fs.demo.weights import save_model, take_weights
 from tq_fs.errors import InvalidConfig
-
-WEIGHTS = "model.safetensors"  # what the engine is given, too
 
 
 class Checkpoints:
@@ -23,22 +21,19 @@ class Checkpoints:
     Parameters
     ----------
     folder
-        Made where it is not there. Each checkpoint is a copy of the model's folder, so that an
-        engine can be started from it.
-    model
-        The folder of the model: its configuration and its tokenizer.
+        Made where it is not there. Each checkpoint is a model's folder, from which an engine and a
+        Proxy can be started.
     run
         What must be the same in a run that goes on; a mapping of plain values.
     """
 
-    def __init__(self, folder: Path, model: Path, run: dict[str, object]) -> None:
+    def __init__(self, folder: Path, run: dict[str, object]) -> None:
         self._folder = folder
-        self._model = model
         self._run = json.loads(json.dumps(run))
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, trained: int) -> Path:
-        """Return where the weights lie after so many iterations."""
+        """Return the folder of the model after so many iterations."""
         return self._folder / f"{trained:06d}"
 
     def save(self, learner: Learner, history: Sequence[Iteration]) -> Path:
@@ -46,8 +41,7 @@ class Checkpoints:
         target = self.path(len(history))
         making = self._folder / f".{target.name}"
         shutil.rmtree(making, ignore_errors=True)
-        shutil.copytree(self._model, making)
-        save_file(learner.moe.model.state_dict(), making / WEIGHTS)
+        save_model(learner.moe, making)
         torch.save(learner.optimizer.state_dict(), making / "optimizer.pt")
         state = {"run": self._run, "history": [iteration.plain() for iteration in history]}
         (making / "history.json").write_text(json.dumps(state, indent=1))
@@ -75,7 +69,7 @@ class Checkpoints:
                 subject=str(self._folder),
                 remedy="give another --work, or the same settings",
             )
-        learner.moe.model.load_state_dict(load_file(found[-1] / WEIGHTS))
+        take_weights(learner.moe, found[-1])
         learner.optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt"))
         return [Iteration.of(values) for values in state["history"]]
 
