@@ -153,7 +153,10 @@ async def _sweeping(sessions: Sessions, every_s: float) -> AsyncIterator[None]:
     async def sweep() -> None:
         while True:
             await asyncio.sleep(every_s)
-            await sessions.sweep()
+            try:
+                await sessions.sweep()
+            except Exception:  # or no idle session would ever be discarded again
+                _log.exception("a look for idle sessions failed")
 
     task = asyncio.create_task(sweep())
     try:
