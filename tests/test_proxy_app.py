@@ -664,18 +664,25 @@ def test_every_metric_of_the_proxy_is_told(proxy: World) -> None:
     proxy.play("t", 1)
     proxy.client.finalize("t")
     proxy.send("GET", "/nowhere/at/all")
+    proxy.engine.fault("hold")
+    thread = threading.Thread(target=lambda: proxy.chat("t", [user("?")]))
+    thread.start()
+    proxy.engine.wait_for(lambda: proxy.engine.running == 1)
+    proxy.client.pause()
+    proxy.client.resume()
+    thread.join(20)
     text = proxy.client.metrics()
     for spec in METRICS:
-        if spec.name.startswith("tqfs_proxy"):
+        if spec.name.startswith(("tqfs_proxy_", "tqfs_upstream_")):
             assert f"# TYPE {spec.name} {spec.kind}\n" in text
     labels = 'store="default",role="proxy"'
     for line in (
-        f'tqfs_proxy_requests_total{{{labels},path="/v1/chat/completions",status="200"}} 3',
+        f'tqfs_proxy_requests_total{{{labels},path="/v1/chat/completions",status="200"}} 4',
         f'tqfs_proxy_requests_total{{{labels},path="other",status="404"}} 1',
-        f'tqfs_proxy_sessions{{{labels},state="open"}} 1',
+        f'tqfs_proxy_sessions{{{labels},state="open"}} 2',
         f'tqfs_proxy_sessions{{{labels},state="finalized"}} 1',
-        f'tqfs_proxy_stage_seconds_count{{{labels},stage="record"}} 3',
-        f'tqfs_steps_written_total{{{labels},target="local"}} 3',
+        f'tqfs_proxy_stage_seconds_count{{{labels},stage="record"}} 4',
+        f'tqfs_steps_written_total{{{labels},target="local"}} 4',
     ):
         assert line in text.splitlines(), line
 

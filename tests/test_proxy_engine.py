@@ -436,10 +436,9 @@ async def test_what_cannot_be_parsed_yet_is_not_read_from_the_socket() -> None:
         async with raw_server(pours) as url, upstream(url, pool=pool, timeout_s=30) as engine:
             asking = asyncio.create_task(engine.generate(large(65536)))
             await until(lambda: sent > 1 << 20)
-            pool.submit(begun.set)
-            pool.submit(busy.wait, 20)
+            pool.submit(block)
             await until(begun.is_set)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)  # the kernel's buffers take some megabytes
             before = sent
             await asyncio.sleep(0.3)
             assert sent == before
