@@ -35,13 +35,13 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from tq_fs.demo.tokenizer import VOCAB, save_tokenizer
-from tq_fs.proxy import ProxyClient
 
 import tq_fs
 from tq_fs.bench.servers import juicefs_binary, minio_server, moto_server
 from tq_fs.demo import grpo
 from tq_fs.demo.engine import TinyMoe
+from tq_fs.demo.tokenizer import VOCAB, save_tokenizer
+from tq_fs.proxy import ProxyClient
 
 ENGINE = Path(__file__).with_name("04_rollout_engine.py")
 BUCKET = "tq-fs-grpo"
