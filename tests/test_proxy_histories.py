@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests._engines import Fault
 from tests._proxies import TOOL, Message, World, check_tensors, together, user, wait_until, world
 from tests._rollouts import assert_bits
 from tq_fs.manifests import Mode
@@ -104,7 +105,8 @@ def through_a_pause(
     w: World, asked: Sequence[Callable[[], None]], version: str, *, after: int
 ) -> None:
     """All generations are cut after so many tokens, and go on with other weights."""
-    w.engine.fault(*["hold"] * len(asked), after=after)
+    holds: list[Fault] = ["hold"] * len(asked)
+    w.engine.fault(*holds, after=after)
     before = len(w.engine.asked)
 
     def pause() -> None:

@@ -191,7 +191,7 @@ class Sessions:
         except BaseException:
             entry.state, entry.ending = "open", None
             raise
-        entry.segments = segments
+        entry.segments, entry.turns = segments, {}
         entry.answer = _answer(entry, live, segments)
         entry.state, entry.ending, entry.opening = "finalized", None, None
         del self._open[entry.session_id]
