@@ -80,9 +80,10 @@ def train(
     """Start everything, go on where the last checkpoint ends, and return all iterations."""
     moe = TinyMoe(**SCALE, seed=options.seed)
     learner = grpo.Learner(moe, learning_rate=LEARNING_RATE, clip=CLIP)
-    batch = grpo.Batch(prompts=options.prompts, samples=options.samples)
+    batch = grpo.Batch(prompts=options.prompts, samples=options.samples, at_once=options.at_once)
     script = grpo.Script(new_tokens=options.new_tokens, seed=options.seed)
     run = {**SCALE, **asdict(batch), **asdict(script)}
+    del run["at_once"]  # changes nothing
     checkpoints = grpo.Checkpoints(work / "checkpoints", run)
     history = checkpoints.load(learner)
     if history is None:
@@ -218,6 +219,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--iterations", type=int, default=3)
     add("--prompts", type=int, default=2)
     add("--samples", type=int, default=4, help="sessions of each prompt")
+    add("--at-once", type=int, default=8, help="sessions that are played at the same time")
     add("--new-tokens", type=int, default=16, help="most tokens of a turn")
     add("--stop-after", type=int, metavar="N", help="end after N iterations, as a kill would")
     add("--figure", type=Path, metavar="FILE.png")

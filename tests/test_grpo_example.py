@@ -109,8 +109,10 @@ def test_another_seed_is_another_run(off: Result) -> None:
 
 
 @pytest.mark.slow
-def test_on_disk_losses_and_weights_are_the_same_to_the_bit(off: Result, tmp_path: Path) -> None:
-    stored = run("--store", "file", "--work", tmp_path)
+def test_on_disk_and_one_session_after_the_other_all_is_the_same_to_the_bit(
+    off: Result, tmp_path: Path
+) -> None:
+    stored = run("--store", "file", "--work", tmp_path, "--at-once", "1")
     assert bits(stored) == bits(off)
     assert all("Steps deleted" in line for line in per_iteration(stored))
     assert not any(", 0 Steps deleted" in line for line in per_iteration(stored))

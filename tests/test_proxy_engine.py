@@ -16,7 +16,6 @@ from tests._engine_replies import new_ids
 from tests._engines import FakeEngine, Fault
 from tests._upstreams import (
     PROMPT,
-    ROUTING,
     Talk,
     assert_nothing_left,
     cancelled,
@@ -45,7 +44,7 @@ from tq_fs.errors import (
 from tq_fs.metrics import Metrics
 from tq_fs.proxy._engine import SglangEngine
 from tq_fs.proxy._refusals import refusal
-from tq_fs.proxy._wanted import largest_reply
+from tq_fs.proxy._wanted import Wanted, largest_reply
 
 
 @pytest.fixture
@@ -327,9 +326,10 @@ async def test_two_requests_of_one_id_are_not_mixed_up(fake: FakeEngine) -> None
 # ---------------------------------------------------------------- large replies
 
 
-def large(tokens: int, **given: Any) -> Any:
-    return wanted(routing=routed_experts(layers=40, topk=8, experts=128), prompt=PROMPT,
-                  max_new_tokens=tokens, **given)  # fmt: skip
+def large(tokens: int, **given: Any) -> Wanted:
+    """A request whose reply is large: 1,280 bytes of routing a token."""
+    routing = routed_experts(layers=40, topk=8, experts=128)
+    return wanted(**{"max_new_tokens": tokens, "routing": routing, **given})
 
 
 @in_loop
@@ -659,7 +659,6 @@ def value(metrics: Metrics, name: str, *labels: str) -> Any:
 
 def test_the_largest_reply_is_larger_than_any_that_is_one() -> None:
     """Also with all rows where later ones were asked for, and logprobs of the prompt."""
-    asked = wanted(prompt=range(1000), max_new_tokens=50, start_row=999).asked()
-    rows = 4 * 2 * 4 * (1000 + 50 - 1) * 4 / 3
-    assert rows + 1000 * 60 + 50 * 200 < largest_reply(asked) < rows + 2_000_000
-    assert ROUTING.inner == (4, 2)
+    given = large(50, prompt=range(1000), start_row=999)
+    rows = 40 * 8 * 4 * (1000 + 50 - 1) * 4 / 3
+    assert rows + 1000 * 60 + 50 * 200 < largest_reply(given.asked()) < rows + 2_000_000

@@ -326,6 +326,30 @@ async def test_what_the_engine_aborts_unasked_goes_on(fake: FakeEngine) -> None:
     assert [asked.max_new_tokens for asked in fake.asked] == [8, 6, 4, 4]
 
 
+@in_loop
+async def test_aborts_are_in_vain_only_in_a_row(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tq_fs.proxy._generate._WAIT_S", 0.0001)
+    for _ in range(3):
+        fake.fault(*times("abort", 4), after=0)
+        fake.fault("abort", after=1)
+    async with rollout(fake) as to:
+        is_as_generated(fake, await to.start(), ("0", 8))
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@in_loop
+async def test_pauses_are_never_in_vain(fake: FakeEngine, partial: bool) -> None:
+    fake.fault(*times("hold", 8), after=0 if partial else 3)
+    async with rollout(fake) as to:
+        running = to.start(partial_rollout=partial)
+        for count in range(1, 9):
+            await until(lambda count=count: len(fake.asked) == count)  # type: ignore[misc]
+            await to.updated(str(count))
+        is_as_generated(fake, await running, ("8", 8))
+
+
 @pytest.mark.parametrize("partial", [True, False])
 @in_loop
 async def test_an_engine_that_only_aborts_is_not_asked_for_ever(

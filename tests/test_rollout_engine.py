@@ -499,7 +499,7 @@ def without(name: str) -> Any:
         ([], "no JSON object"),
         (without("input_ids"), "input_ids"),
         (body_of([]), "input_ids"),
-        (body_of([1, "a"]), r"input_ids\[1\]"),
+        (body_of(input_ids=[1, "a"]), r"input_ids\[1\]"),
         (body_of([1, True]), r"input_ids\[1\]"),
         (body_of([1, VOCAB]), f"0..{VOCAB - 1}"),
         (body_of([-1]), "input_ids"),
@@ -549,7 +549,12 @@ def test_other_bad_requests_are_answered_400(url: str, path: str, body: Any) -> 
 
 
 def test_settings_that_ask_for_nothing_are_taken(url: str, reply: Any) -> None:
-    neutral = {"n": 1, "min_p": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0}
+    neutral: dict[str, Any] = {
+        "n": 1,
+        "min_p": 0.0,
+        "presence_penalty": 0,
+        "repetition_penalty": 1.0,
+    }
     neutral |= {"skip_special_tokens": False, "top_p": None, "stop": None, "stop_token_ids": None}
     assert content(ask(url, body_of(sampling=neutral))) == content(reply)
 

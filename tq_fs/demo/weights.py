@@ -89,11 +89,13 @@ def _there(folder: str | Path) -> Path:
 
 def _read(folder: Path) -> Qwen3MoeForCausalLM:
     try:
-        model, said = Qwen3MoeForCausalLM.from_pretrained(
+        loaded: Any = Qwen3MoeForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, output_loading_info=True
         )
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise InvalidConfig(f"cannot be read: {error}", subject=str(folder)) from error
+    model: Qwen3MoeForCausalLM
+    model, said = loaded
     _complain(folder, said)
     model.config._experts_implementation = "grouped_mm"  # as TinyMoe says
     return model

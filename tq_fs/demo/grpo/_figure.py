@@ -16,7 +16,7 @@ FREE, REPLAYED, REWARD = "#D55E00", "#0072B2", "#444444"
 
 def draw(history: Sequence[Iteration], path: Path) -> None:
     """Write a PNG with the logprob gap over the iterations, and the reward."""
-    figure = Figure(figsize=(9.0, 4.6), layout="constrained")
+    figure = Figure(figsize=(9.0, 5.0), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     numbers = [iteration.number for iteration in history]
     for name, color, label in (
@@ -24,12 +24,12 @@ def draw(history: Sequence[Iteration], path: Path) -> None:
         ("replayed", REPLAYED, "rollout's routing replayed (R3)"),
     ):
         gaps = [getattr(iteration.learned, name) for iteration in history]
-        left.plot(numbers, [g.largest for g in gaps], "o--", color=color, label=f"{label}: largest")
-        left.plot(numbers, [g.mean for g in gaps], "o-", color=color, label=f"{label}: mean")
+        left.plot(numbers, [g.largest for g in gaps], "o--", color=color, label=f"{label}, largest")
+        left.plot(numbers, [g.mean for g in gaps], "o-", color=color, label=f"{label}, mean")
     left.set_yscale("log")
-    left.set_ylabel("difference of logprobs [nat]")
-    left.set_title("Training in bfloat16 against the rollout in float32")
-    left.legend(frameon=False, fontsize=8)
+    left.set_ylabel("gap of logprobs to the rollout [nat]")
+    left.set_title("Training in bfloat16, rollout in float32")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     right.plot(numbers, [iteration.reward for iteration in history], "o-", color=REWARD)
     right.set_title("Mean reward")
     right.set_ylim(0, None)
