@@ -104,7 +104,8 @@ def through_a_pause(
     w: World, asked: Sequence[Callable[[], None]], version: str, *, after: int
 ) -> None:
     """All generations are cut after so many tokens, and go on with other weights."""
-    w.engine.fault(*["hold"] * len(asked), after=after)
+    for _ in asked:
+        w.engine.fault("hold", after=after)
     before = len(w.engine.asked)
 
     def pause() -> None:

@@ -65,7 +65,8 @@ def create_app(
     Raises
     ------
     InvalidConfig
-        No engine is named, or one by what is no URL, or the store's fields are not those of an engine's replies.
+        No engine is named, or one by what is no URL, or the store's fields are not those of an
+        engine's replies.
     """
     check_specs(store.fields)
     checked_urls(settings.upstreams)
