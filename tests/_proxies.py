@@ -189,10 +189,11 @@ def world(
     store: Mapping[str, Any] | None = None,
     fields: Sequence[tq_fs.FieldSpec] = FIELDS,
     token: str | None = None,
+    url: str | None = None,
     **settings: Any,
 ) -> Iterator[World]:
-    """Give a world whose store lies in `tmp_path`, or is off."""
-    url = None if tmp_path is None else f"file://{tmp_path}/store"
+    """Give a world whose store lies in `tmp_path` or at `url`, or is off."""
+    url = url if tmp_path is None else f"file://{tmp_path}/store"
     given = {"layers": LAYERS, "topk": TOPK, "experts": EXPERTS, "length": 6, **(engine or {})}
     metrics = Metrics("default", role="proxy")
     with (

@@ -155,10 +155,7 @@ async def _sweeping(sessions: Sessions, every_s: float) -> AsyncIterator[None]:
     async def sweep() -> None:
         while True:
             await asyncio.sleep(every_s)
-            try:
-                await sessions.sweep()
-            except Exception:  # or no idle session would ever be discarded again
-                _log.exception("a look for idle sessions failed")
+            await sessions.sweep()
 
     task = asyncio.create_task(sweep())
     try:

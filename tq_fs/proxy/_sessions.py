@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
@@ -111,10 +111,6 @@ class Sessions:
             entry.working.discard(task)
             entry.used_s = self._clock()
 
-    def ended(self, session_id: str) -> Sequence[Entry]:
-        """Return the kept incarnations of a session, the latest first; none where one is open."""
-        return () if session_id in self._open else self.kept.of(session_id)
-
     def _begin(self, session_id: str) -> Entry:
         self._check_room()
         entry = Entry(session_id, self._clock())
@@ -195,7 +191,7 @@ class Sessions:
         except BaseException:
             entry.state, entry.ending = "open", None
             raise
-        entry.segments = segments
+        entry.segments, entry.turns = segments, {}
         entry.answer = _answer(entry, live, segments)
         entry.state, entry.ending, entry.opening = "finalized", None, None
         del self._open[entry.session_id]

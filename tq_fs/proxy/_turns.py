@@ -72,6 +72,8 @@ class Turns:
     async def answer(self, request: ChatRequest, origin: Origin) -> ChatAnswer:
         """Generate, record and answer; a turn id that was answered before gives that answer.
 
+        Turn ids are of one incarnation: once it is finalized, the same id is another turn.
+
         Cancelling leaves nothing behind, or the Step is recorded.
 
         Raises
@@ -87,10 +89,6 @@ class Turns:
 
     async def _once(self, request: ChatRequest, origin: Origin, turn_id: str) -> ChatAnswer:
         digest = _digest(request)
-        for entry in self._sessions.ended(origin.session_id):
-            asked = entry.turns.get(turn_id)
-            if asked is not None and (known := await _heard(asked, digest)) is not None:
-                return known
         async with self._sessions.request(origin.session_id, origin.instance_id) as entry:
             while (asked := entry.turns.get(turn_id)) is not None:
                 if (known := await _heard(asked, digest)) is not None:
