@@ -156,7 +156,8 @@ class World:
     def _busy(self, session_id: str | None) -> bool:
         entries = list(self.inside.sessions._open.values())
         busy = any(e.busy for e in entries if session_id in (None, e.session_id))
-        return busy or bool(self.tasks()) or bool(self.inside.gate.running)
+        held = self.inside.turns._parts.engine.room.used_bytes
+        return busy or bool(self.tasks()) or bool(self.inside.gate.running) or bool(held)
 
     def steps_on_disk(self) -> int:
         """Step folders in the store, staged ones included."""
@@ -240,16 +241,30 @@ def together(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     return [found[place] for place in range(len(threads))]
 
 
-def check_tensors(
-    world: World, segments: Sequence[tq_fs.Segment], *, version: str | None = None
-) -> None:
+def check_tensors(world: World, segments: Sequence[tq_fs.Segment]) -> None:
     """Compare what training gets of Segments with what the engine has said, bit for bit."""
     batch = world.store.hydrate(segments)
     for place, segment in enumerate(segments):
-        tokens = segment.tokens.tolist()
-        first = len(tokens) - segment.response_length
-        logprobs = world.engine.logprobs(tokens, first, version=version)
-        logprobs = np.where(segment.loss_mask[first:] == 1, logprobs, np.float32(0.0))
+        logprobs, rows = truth(world.engine, segment)
         assert_bits(batch["rollout_log_probs"][place], logprobs, segment.session_id)
-        rows = world.engine.rows(tokens, version=version)
         assert_bits(batch["rollout_routed_experts"][place], rows, segment.session_id)
+
+
+def truth(engine: FakeEngine, segment: tq_fs.Segment) -> tuple[Any, Any]:
+    """Logprobs of the response, and routing, as the engine gave them.
+
+    A token's logprob is of the weights that generated it; a row of routing, which leads from one
+    token to the next, of the weights of the next.
+    """
+    tokens = segment.tokens.tolist()
+    first = len(tokens) - segment.response_length
+    by_token = [version for version, count in segment.versions for _ in range(count)]
+    assert len(by_token) == len(tokens)
+    logprobs = np.zeros(len(tokens), np.float32)
+    rows = np.zeros((len(tokens) - 1, engine.layers, engine.topk), np.int32)
+    for version in set(by_token):
+        mine = np.array([v == version for v in by_token])
+        generated = mine & (segment.loss_mask == 1)
+        logprobs[generated] = engine.logprobs(tokens, 0, version=version)[generated]
+        rows[mine[1:]] = engine.rows(tokens, version=version)[mine[1:]]
+    return logprobs[first:], rows

@@ -73,6 +73,26 @@ def expected(session_ids: Sequence[str], rank: Rank) -> Digests:
     return found
 
 
+def keep_even(segments: Sequence[Segment]) -> list[bool]:
+    """Leave out the sessions of odd numbers."""
+    return [int(segment.session_id[1:]) % 2 == 0 for segment in segments]
+
+
+class Weigh:
+    """A step: how many tokens of each session are trained on, and whether its fields are zeros."""
+
+    def __call__(
+        self, segments: Sequence[Segment], tensors: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, tuple[int, bool]]:
+        return {
+            segment.session_id: (
+                int(segment.loss_mask.sum()),
+                not any(values[place].any() for values in tensors.values()),
+            )
+            for place, segment in enumerate(segments)
+        }
+
+
 @dataclass
 class Look:
     """A step: digests of what it is given, and the folders below `root` that its process opened.

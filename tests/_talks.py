@@ -11,7 +11,7 @@ import tq_fs
 from tests._templates import Manner, SmallTemplate, Tokens
 from tq_fs.keys import Incarnation
 from tq_fs.manifests import Mode
-from tq_fs.trajectory import Conversation, Segment, StepRecord, Trajectory, Turn, chains
+from tq_fs.trajectory import Conversation, Renderer, Segment, StepRecord, Trajectory, Turn, chains
 from tq_fs.trajectory import build_segment as build
 
 Message = dict[str, Any]
@@ -55,11 +55,13 @@ def text_of(reply: Mapping[str, Any]) -> str:
 class Talk:
     """A Conversation and the Trajectory that it speaks of."""
 
-    def __init__(self, manner: Manner = "plain", mode: Mode = "tito") -> None:
+    def __init__(
+        self, manner: Manner = "plain", mode: Mode = "tito", renderer: Renderer | None = None
+    ) -> None:
         self.template = SmallTemplate(manner)
         fields = [tq_fs.logprobs(), tq_fs.routed_experts(layers=1, topk=1, experts=8)]
         self.trajectory = Trajectory(Incarnation("train", "s", "i"), fields, mode)
-        self.conversation = Conversation(self.trajectory, self.template)
+        self.conversation = Conversation(self.trajectory, renderer or self.template)
 
     def begin(self, messages: Sequence[Message], tools: Any = None, **options: Any) -> Turn:
         return self.conversation.begin(messages, tools, options=options)

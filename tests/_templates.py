@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from tq_fs.errors import InvalidRequest
 
 Tokens = NDArray[np.int32]
-Manner = Literal["plain", "thinking", "unclosed", "strict", "options", "bare"]
+Manner = Literal["plain", "thinking", "shown", "unclosed", "strict", "options", "bare"]
 
 SPECIAL = ("<|end|>", "<|start|>", "<|im_end|>", "<|user|>", "<|tool|>", "<|assistant|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -31,7 +31,8 @@ CORPUS = [
     '{"name": "weather", "arguments": {"city": "Oslo"}}',
 ] * 4
 
-# What Qwen's templates do: "thinking" leaves reasoning out before the last question of a user.
+# What Qwen's templates do: "thinking" leaves reasoning out before the last question of a user, and
+# "shown" shows it in a last reply also where it is empty.
 QWEN = """\
 {%- set ns = namespace(question=-1) -%}
 {%- for m in messages -%}
@@ -45,6 +46,8 @@ QWEN = """\
   {{- '<|start|>' ~ m.role ~ '\\n' -}}
   {%- if m.reasoning_content and (not STRIP or loop.index0 > ns.question) -%}
     {{- '<think>\\n' ~ m.reasoning_content ~ '\\n</think>\\n' -}}
+  {%- elif SHOW and m.role == 'assistant' and loop.last -%}
+    {{- '<think>\\n\\n</think>\\n\\n' -}}
   {%- endif -%}
   {{- m.content -}}
   {%- for call in m.tool_calls or [] -%}
@@ -65,11 +68,12 @@ STRICT = (
     "{%- endif -%}" + QWEN
 )
 TEMPLATES: Mapping[Manner, str] = {
-    "plain": QWEN.replace("STRIP", "false"),
+    "plain": QWEN,
     "thinking": QWEN.replace("STRIP", "true"),
+    "shown": QWEN.replace("STRIP", "true").replace("SHOW", "true"),
     "unclosed": UNCLOSED,
-    "strict": STRICT.replace("STRIP", "false"),
-    "options": "{%- if brief -%}{{- 'be brief' -}}{%- endif -%}" + QWEN.replace("STRIP", "false"),
+    "strict": STRICT,
+    "options": "{%- if brief -%}{{- 'be brief' -}}{%- endif -%}" + QWEN,
     "bare": "{%- for m in messages -%}{{- m.content ~ '<|im_end|>' -}}{%- endfor -%}",
 }
 STOPS: Mapping[str, tuple[str, ...]] = {"unclosed": ("<|user|>", "<|tool|>")}

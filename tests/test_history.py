@@ -106,6 +106,12 @@ RULES: dict[str, tuple[list[tuple[list[Message], Message]], list[Message], Any]]
         ("boundary", 1, REWRITTEN),
     ),
     "the same reply given twice": ([([U], A), ([U], A)], [U, A, V], ("append", 1, "")),
+    "a whole conversation, though a later one goes on beyond the same words": (
+        # Step 2 goes on from what a client wrote, Step 1 ends with the same, which it generated
+        [([U, A, V], B), ([U], said("the answer", "hm")), ([U, A, V, B, W], C)],
+        [U, A, W],
+        ("append", 1, ""),
+    ),
     "a reply that the client wrote itself": (
         [([U, A, V], B)],
         [U, A, W],

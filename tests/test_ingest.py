@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import sys
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from tq_fs.metrics import Metrics
 
 # ---------------------------------------------------------------- what is read
 
-WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NASTY = st.sampled_from(['],["', "]]", '"', "\\", '\\"', "[", "}", "é", "😀", "\x00", "\\u12"])
 TOKEN = st.none() | NASTY | WORDS
 ANY = st.recursive(
@@ -435,23 +434,28 @@ def long_body(generated: int, *, layers: int, topk: int = 8, prompt: int = 1) ->
     return made, made.body()
 
 
-@pytest.mark.parametrize("first", [0, 30_000])
-def test_memory_is_that_of_the_rows_that_were_asked_for(first: int) -> None:
-    made = Made(prompt=30_001, generated=2000, layers=20, topk=4, start_row=30_000, first_row=first)
+@pytest.mark.parametrize(("prompt", "start", "first"), [
+    (30_001, 30_000, 30_000),
+    (30_001, 30_000, 0),
+    (8001, 1000, 0),
+])  # fmt: skip
+def test_memory_is_that_of_the_rows_that_were_asked_for(
+    prompt: int, start: int, first: int
+) -> None:
+    made = Made(prompt=prompt, generated=2000, layers=20, topk=4, start_row=start, first_row=first)
     body = memoryview(made.body())
-    kept = 2000 * 20 * 4 * 4
-    assert len(body) > (10 if first == 0 else 1.3) * kept
+    kept = (prompt + 2000 - 1 - start) * 20 * 4 * 4
     tracemalloc.start()
     parser = ReplyParser(made.asked)
-    for start in range(0, len(body), 30_000):
-        parser.feed(body[start : start + 30_000])
+    for at in range(0, len(body), 30_000):
+        parser.feed(body[at : at + 30_000])
     found = parser.close()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert found.routed_experts is not None
     assert found.routed_experts.nbytes == kept
-    np.testing.assert_array_equal(found.routed_experts, made.rows(30_000))
-    assert peak < kept + 1_500_000
+    np.testing.assert_array_equal(found.routed_experts, made.rows(start))
+    assert peak < kept + 600_000
 
 
 def test_more_than_was_asked_for_is_refused_before_it_is_all_there() -> None:
@@ -463,46 +467,30 @@ def test_more_than_was_asked_for_is_refused_before_it_is_all_there() -> None:
         parser.feed(b"AAAA" * 1000)
 
 
-class Ticks:
-    """A thread that wants to run every millisecond, beside one that works."""
+def longest_step(work: Callable[[], object]) -> float:
+    """Return the most processor seconds between two moments at which another thread could run.
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        self.gaps: list[float] = []
-        self._ended = False
-        clock = time.pthread_getcpuclockid(threading.get_ident())
-        ticking = threading.Thread(target=self._tick, args=(clock,))
-        ticking.start()
-        while not self.gaps:
-            time.sleep(0.001)
+    Those are at most as far apart as what a profiler is told of: Python's calls and returns, and
+    those of C. Other than a thread that ticks, it does not see how busy the machine is.
+    """
+    moments = []
+
+    def look(frame: object, event: str, arg: object) -> None:
+        moments.append(time.thread_time())
+
+    sys.setprofile(look)
+    try:
         work()
-        self._ended = True
-        ticking.join()
-
-    def _tick(self, clock: int) -> None:
-        last = time.clock_gettime(clock)
-        while not self._ended:
-            time.sleep(0.001)
-            now = time.clock_gettime(clock)
-            self.gaps.append(now - last)
-            last = now
-
-    def share(self, over_s: float) -> float:
-        """Return the share of the work's processor time in gaps of more than this."""
-        return sum(gap for gap in self.gaps if gap > over_s) / sum(self.gaps)
+    finally:
+        sys.setprofile(None)
+    return float(np.diff(moments).max())
 
 
 @pytest.mark.slow
-def test_other_threads_run_while_a_long_reply_is_parsed() -> None:
+def test_nothing_holds_the_interpreter_for_long_while_a_long_reply_is_parsed() -> None:
     made, body = long_body(65_536, layers=10)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(0.0005)  # so that what is left is calls that hold the interpreter
-    try:
-        at_once = Ticks(lambda: json.loads(body))
-        pieces = [Ticks(lambda: parse_reply(made.asked, body)) for _ in range(3)]
-    finally:
-        sys.setswitchinterval(before)
-    assert at_once.share(0.01) > 0.5
-    assert min(found.share(0.01) for found in pieces) < 0.3  # a busy machine adds gaps
+    assert longest_step(lambda: json.loads(body)) > 0.02
+    assert min(longest_step(lambda: parse_reply(made.asked, body)) for _ in range(3)) < 0.005
 
 
 # ---------------------------------------------------------------- routing that is none
@@ -603,6 +591,7 @@ def test_good_rows_and_rows_that_are_not_known_pass_in_silence(
 ) -> None:
     rows = GOOD.copy()
     rows[2:4] = -1
+    rows[4, 0, 3:] = -1
     with caplog.at_level(logging.WARNING, "tq_fs"):
         assert RoutingCheck(policy).check(rows, "s") == RoutingReport(rows=6, unknown=2)
     assert caplog.records == []

@@ -21,6 +21,7 @@ import pytest
 
 import tq_fs
 from tests._clusters import cluster
+from tests._proxies import world
 from tests._rollouts import (
     VIEWS,
     CountingBackend,
@@ -506,6 +507,18 @@ def test_the_operators_table_is_that_of_the_code() -> None:
     ]
 
 
+def told_by_a_proxy(folder: Path) -> set[str]:
+    """Play a turn that a pause cuts, and return the names of what was counted."""
+    with world(folder) as w, ThreadPoolExecutor(1) as client:
+        w.engine.fault("hold", after=1)
+        playing = client.submit(w.play, "s", 1)
+        w.engine.wait_for(lambda: w.engine.running == 1)
+        assert w.client.pause() == 1
+        w.client.resume()
+        playing.result(20)
+        return set(found(w.metrics))
+
+
 def test_every_metric_of_the_table_is_told_by_something(tmp_path: Path, metrics: Metrics) -> None:
     backend = LocalBackend(tmp_path / "unit", ahead=0)
     server = ChannelServer(backend, store_id="s", unit="u")
@@ -523,8 +536,8 @@ def test_every_metric_of_the_table_is_told_by_something(tmp_path: Path, metrics:
             with cluster(tmp_path / "cluster", 1) as made:
                 ends.append(metrics.watch(made.controller.samples))
                 ends += map(metrics.watch, made.unit("n0")._sources())
-                told = list(found(metrics))
-            assert told == [spec.name for spec in METRICS]
+                told = set(found(metrics)) | told_by_a_proxy(tmp_path / "proxy")
+            assert told == {spec.name for spec in METRICS}
     for end in ends:
         end()
     server.close()

@@ -10,7 +10,9 @@ import pytest
 
 from tests._talks import Message, Talk, said, schema, system, text_of, tool, user
 from tests._templates import call
+from tq_fs.demo.tokenizer import build_tokenizer
 from tq_fs.errors import InvalidLineage
+from tq_fs.proxy._template import ChatTemplate
 from tq_fs.trajectory import Turn
 
 S, U, V, W = system("be fine"), user("the tool?"), user("and then?"), user("the town?")
@@ -151,6 +153,30 @@ def test_without_reasoning_the_same_template_confirms() -> None:
     assert talk.begin([U, A, V]).kind == "append"
 
 
+@pytest.mark.parametrize("follow", [tool("fine"), V, tool("<think>\n</think>\n\nfine")])
+def test_a_thought_without_words_that_the_template_shows_last_only_is_no_rewriting(
+    follow: Message,
+) -> None:
+    talk = Talk("shown")
+    talk.say([S, U], A)
+    talk.say([S, U, A, V], B)
+    request = [S, U, A, V, B, follow]
+    shown = rendered(talk, request[:-1], ask=False)
+    assert not rendered(talk, request).startswith(shown)
+    turn = talk.begin(request)
+    assert (turn.kind, turn.parent) == ("append", 1)
+    new = f"\n<|start|>{follow['role']}\n{follow['content']}{END}\n<|start|>assistant\n"
+    assert np.array_equal(turn.context, talk.template.ids(new))
+
+
+def test_a_thought_with_words_that_is_shown_last_only_is_a_rewriting() -> None:
+    talk = Talk("shown")
+    reply = said("fine", "it is")
+    talk.say([U], reply)
+    turn = talk.begin([U, reply, V])
+    assert (turn.kind, turn.reason) == ("boundary", REWROTE)
+
+
 def test_options_may_differ_from_the_parents_where_the_rendering_goes_on() -> None:
     talk = Talk("options")
     talk.answer(talk.begin([U]), A)
@@ -172,15 +198,17 @@ def test_options_that_change_what_came_before_draw_a_boundary() -> None:
     assert talk.template.decode(turn.input_ids).startswith("be brief")
 
 
-def test_tools_whose_keys_come_in_another_order_are_rendered_as_before() -> None:
-    talk = Talk()
+@pytest.mark.parametrize("mode", ["tito", "snapshot"])
+def test_tools_whose_keys_come_in_another_order_are_rendered_as_before(mode: Any) -> None:
+    talk = Talk(mode=mode)
     tools = [schema("weather")]
     talk.say([U], A, tools)
     turned = [dict(reversed(list(tools[0].items())))]
-    turn = talk.begin([U, A, V], turned)
-    assert turn.kind == "append"
-    assert talk.template.decode(turn.input_ids) == rendered(talk, [U, A, V], tools)
     assert rendered(talk, [U], tools) != rendered(talk, [U], turned)
+    for request, kind in (([U, A, V], "append"), ([U], "branch")):
+        turn = talk.begin(request, turned)
+        assert turn.kind == kind
+        assert talk.template.decode(turn.input_ids) == rendered(talk, request, tools)
 
 
 def test_a_template_that_takes_no_reply_at_the_end_draws_a_boundary() -> None:
@@ -243,6 +271,44 @@ def test_a_snapshot_shorter_than_its_parent_starts_anew() -> None:
     assert talk.begin([U, A, V]).reason == CHANGED
 
 
+# ---------------------------------------------------------------- the project's own template
+
+
+def test_a_conversation_with_the_template_of_the_examples() -> None:
+    """Thinking, a tool, the next question; replies are rendered as they were written."""
+    template = ChatTemplate.from_model(build_tokenizer())
+    talk = Talk(renderer=template)
+    tools = [schema("weather")]
+
+    def answer(turn: Turn, text: str, reply: Message) -> Message:
+        record = talk.record(turn, template.encode(text + END))
+        talk.conversation.commit(turn, record, reply)
+        return {k: v for k, v in reply.items() if k != "reasoning_content"}  # as clients keep it
+
+    def wanted(messages: Sequence[Message]) -> str:
+        return template.render(messages, tools, generation_prompt=True)
+
+    thought = "<think>\nthe tool knows\n</think>\n\n"
+    text = thought + '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    thinking = said("", "the tool knows", [call("weather", {})])
+    called = answer(talk.begin([S, U], tools), text, thinking)
+    turn = talk.begin([S, U, called, tool("fine")], tools)
+    assert turn.kind == "append"
+    given = template.decode(turn.input_ids)
+    assert given == wanted([S, U, thinking, tool("fine")])
+    told = answer(turn, "It is fine.", said("It is fine."))
+    request = [S, U, called, tool("fine"), told, V]
+    turn = talk.begin(request, tools)
+    assert (turn.kind, turn.parent, turn.reason) == ("boundary", 1, REWROTE)
+    assert template.decode(turn.input_ids) == wanted(request)
+    more = answer(turn, "Yes.", said("Yes."))
+    turn = talk.begin([*request, more, W], tools, enable_thinking=False)
+    assert (turn.kind, turn.parent) == ("append", 2)
+    assert (
+        template.decode(turn.input_ids) == wanted([*request, more, W]) + "<think>\n\n</think>\n\n"
+    )
+
+
 # ---------------------------------------------------------------- sequences
 
 
@@ -269,8 +335,9 @@ def test_a_turn_becomes_the_step_it_tells_of() -> None:
     talk = Talk()
     talk.say([U], A)
     turn = talk.begin([U, A, V])
-    step = turn.step([1, 2], {"logprobs": [0.0, 0.0]}, versions=[("7", 2)])
+    step = turn.step([1, 2], {"logprobs": [0.0, 0.0]}, versions=[("7", 1), ("8", 1)])
     assert (step.kind, step.parent, step.reason) == ("append", 0, "")
     assert step.context is turn.context
+    assert step.versions == [("7", 1), ("8", 1)]
     record = talk.record(talk.begin([W]), talk.generated(A), "9")
     assert record.version == "9"

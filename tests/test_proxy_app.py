@@ -34,6 +34,7 @@ from tq_fs.errors import (
     SegmentMissing,
     SessionClosed,
     SessionMissing,
+    StorageFailed,
     TableFull,
     Unauthorized,
 )
@@ -92,7 +93,7 @@ def test_a_session_lives_from_its_first_question_to_its_release(
         assert w.client.release(segments) == (5 if place else 0)
         assert w.client.release(segments) == 0
         assert w.steps_on_disk() == 0
-        assert w.tasks() == []
+        w.quiet()
 
 
 def play_all_kinds(w: World, session_id: str) -> list[tuple[str, str]]:
@@ -523,16 +524,7 @@ def test_a_pause_cuts_generations_and_they_go_on_after_it(place: Path | None) ->
         w.client.finalize("s")
         (segment,) = w.client.read(["s"])
         assert segment.versions[-1] == ("1", 4)
-        prompt = len(w.engine.asked[0].input_ids)
-        batch = w.store.hydrate([segment])
-        tokens = segment.tokens.tolist()
-        rows = np.concatenate(
-            [
-                w.engine.rows(tokens, version="0")[: prompt + 1],
-                w.engine.rows(tokens, version="1")[prompt + 1 :],
-            ]
-        )
-        np.testing.assert_array_equal(batch["rollout_routed_experts"][0].numpy(), rows)
+        check_tensors(w, [segment])
 
 
 def test_requests_wait_while_it_is_paused(proxy: World) -> None:
@@ -582,6 +574,28 @@ def test_idle_sessions_are_discarded(place: Path | None) -> None:
         assert w.entry("busy") is not None
         assert [s.session_id for s in w.client.read()] == ["kept"]
         assert w.steps_on_disk() == (2 if place else 0)  # of busy and kept
+
+
+def test_a_sweep_that_fails_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    errors = [StorageFailed("EIO"), ZeroDivisionError()]
+    discard = tq_fs.Session.discard
+
+    def failing(session: tq_fs.Session) -> None:
+        if errors:
+            raise errors.pop()
+        discard(session)
+
+    monkeypatch.setattr(tq_fs.Session, "discard", failing)
+    with world(tmp_path, clock=clock, session_idle_s=100, sweep_s=0.01) as w:
+        w.play("s", 1)
+        clock.now = 200
+        wait_until(lambda: w.entry("s") is None)
+        assert w.steps_on_disk() == 0
+    assert "a look for idle sessions failed" in caplog.text
+    assert "cannot be discarded" in caplog.text
 
 
 def test_the_table_is_bounded(tmp_path: Path) -> None:
@@ -664,18 +678,25 @@ def test_every_metric_of_the_proxy_is_told(proxy: World) -> None:
     proxy.play("t", 1)
     proxy.client.finalize("t")
     proxy.send("GET", "/nowhere/at/all")
+    proxy.engine.fault("hold")
+    thread = threading.Thread(target=lambda: proxy.chat("t", [user("?")]))
+    thread.start()
+    proxy.engine.wait_for(lambda: proxy.engine.running == 1)
+    proxy.client.pause()
+    proxy.client.resume()
+    thread.join(20)
     text = proxy.client.metrics()
     for spec in METRICS:
-        if spec.name.startswith("tqfs_proxy"):
+        if spec.name.startswith(("tqfs_proxy_", "tqfs_upstream_")):
             assert f"# TYPE {spec.name} {spec.kind}\n" in text
     labels = 'store="default",role="proxy"'
     for line in (
-        f'tqfs_proxy_requests_total{{{labels},path="/v1/chat/completions",status="200"}} 3',
+        f'tqfs_proxy_requests_total{{{labels},path="/v1/chat/completions",status="200"}} 4',
         f'tqfs_proxy_requests_total{{{labels},path="other",status="404"}} 1',
-        f'tqfs_proxy_sessions{{{labels},state="open"}} 1',
+        f'tqfs_proxy_sessions{{{labels},state="open"}} 2',
         f'tqfs_proxy_sessions{{{labels},state="finalized"}} 1',
-        f'tqfs_proxy_stage_seconds_count{{{labels},stage="record"}} 3',
-        f'tqfs_steps_written_total{{{labels},target="local"}} 3',
+        f'tqfs_proxy_stage_seconds_count{{{labels},stage="record"}} 4',
+        f'tqfs_steps_written_total{{{labels},target="local"}} 4',
     ):
         assert line in text.splitlines(), line
 

@@ -282,7 +282,9 @@ def test_a_finalize_waits_for_the_step_of_who_went_away(
         slow.go_on.set()
         thread.join(10)
     assert found == [2]
-    check_tensors(proxy, proxy.client.read(["s"]))
+    (segment,) = proxy.client.read(["s"])
+    assert [s["step"] for s in segment.extra["conversation"]["steps"]] == [0, 1]
+    check_tensors(proxy, [segment])
 
 
 def test_while_its_step_cannot_be_recorded(

@@ -35,7 +35,9 @@ from tests._ray_rollouts import (
     FailingAgent,
     FailOnce,
     Look,
+    Weigh,
     expected,
+    keep_even,
     rollout_of,
 )
 from tq_fs import ClusterConfig, StoreConfig, cluster, rollout
@@ -67,11 +69,13 @@ def running(nodes: list[str], tmp_path: Path) -> Iterator[cluster.StoreCluster]:
 
 
 @contextmanager
-def rolled_out(nodes: Sequence[str], store_id: str | None, *, data: int) -> Iterator[Rollout]:
+def rolled_out(
+    nodes: Sequence[str], store_id: str | None, *, data: int, keep: Any = None
+) -> Iterator[Rollout]:
     """A rollout of all sessions, recorded by a Proxy on each node."""
     config = ProxyConfig(store_id=store_id, fields=SPECS)
     proxies = rollout.start_proxies(config, Agent(), nodes)
-    manager = rollout.start_manager(proxies, data=data, node=nodes[0])
+    manager = rollout.start_manager(proxies, data=data, node=nodes[0], keep=keep)
     try:
         (made,) = rollout.gather([manager.generate.remote(0, SESSIONS)])
         yield made
@@ -179,6 +183,28 @@ def test_the_in_memory_path_gives_the_same_and_carries_the_values_through_ray(
             assert found.channel_bytes == found.file_bytes == 0
         assert made.object_store_bytes > payload_bytes()
         assert abs(made.shards[0].tokens - made.shards[1].tokens) < 0.1 * made.shards[0].tokens
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "memory"])
+def test_removed_samples_are_zeros_on_every_rank_and_go_with_the_checkpoint(
+    nodes: list[str], running: cluster.StoreCluster, tmp_path: Path, stored: bool
+) -> None:
+    store_id = running.config.store_id if stored else None
+    with (
+        rolled_out(nodes, store_id, data=2, keep=keep_even) as made,
+        training(nodes, store_id, Parallel(data=2), Weigh()) as trainers,
+        running.store(SPECS) as store,
+    ):
+        found = [part for rank in trainers.train(made) for part in rank.results]
+        weights = {name: weight for part in found for name, weight in part.items()}
+        kept = {name for name, (tokens, zeros) in weights.items() if tokens and not zeros}
+        assert set(weights) == set(SESSIONS)
+        assert kept == {name for name in SESSIONS if int(name[1:]) % 2 == 0}
+        assert all(weights[name] == (0, True) for name in set(SESSIONS) - kept)
+        if stored:
+            assert list(store.unreleased("train")) == []
+            assert steps_in(tmp_path / "units") == 16 * len(SESSIONS)  # until it is saved
+            assert trainers.checkpoint_saved(0) == 16 * len(SESSIONS)
 
 
 def test_a_trainer_killed_before_release_trains_on_the_same_data_when_it_is_there_again(

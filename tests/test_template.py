@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
+from tokenizers import processors
+
 from tq_fs.demo.tokenizer import STOP_IDS, VOCAB, build_tokenizer, save_tokenizer
 from tq_fs.errors import InvalidConfig, InvalidRequest
 from tq_fs.model_config import routed_experts_of_model
@@ -69,6 +71,18 @@ def test_special_tokens_in_a_text_are_recognised_and_none_are_added() -> None:
     ids = TEMPLATE.encode("a<|im_end|>\n<think></tool_call>")
     assert ids.tolist() == [97, STOP_IDS[0], 10, 259, 262]
     assert TEMPLATE.decode(ids) == "a<|im_end|>\n<think></tool_call>"
+
+
+def test_a_tokenizer_that_would_add_tokens_adds_none() -> None:
+    tokenizer = build_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", STOP_IDS[1])]
+    )
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    assert tokenizer("abc").input_ids[0] == STOP_IDS[1]
+    assert ChatTemplate(tokenizer).encode("abc").tolist() == [97, 98, 99]
 
 
 def test_a_replys_text_is_without_its_stop_token() -> None:

@@ -106,6 +106,7 @@ def test_any_text_is_a_message(text: str, tools: bool) -> None:
         '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>',
         '<tool_call>\n{"name": "f", "arguments": {}} and more\n</tool_call>',
         '<tool_call>\n{"name": "f", "arguments": {}}',  # cut off
+        "<tool_call>\n[1]\n</tool_call>",
         "<tool_call>\n",
         "<tool_call>\n" + '{"a":' * 100_000,  # deeper than Python goes
         "</tool_call>",

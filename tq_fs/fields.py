@@ -275,6 +275,36 @@ def check_rows(spec: FieldSpec, array: Array, rows: int, subject: str) -> None:
         )
 
 
+def check_routed(rows: Array, layers: Sequence[int], subject: str) -> None:
+    """Refuse routes with a layer that was never filled in, as slime does.
+
+    A router sends no token to one expert twice, so that zeros alone are none of its doing; where
+    it sends each to one only they may be.
+
+    Parameters
+    ----------
+    rows
+        Routes ``[rows, layers, topk]``.
+    layers
+        Which of the axis' layers have a router.
+    subject
+        Whose they are.
+
+    Raises
+    ------
+    InvalidField
+    """
+    if rows.shape[0] == 0 or rows.shape[2] < 2:
+        return
+    empty = [layer for layer in layers if not rows[:, layer].any()]
+    if empty:
+        raise InvalidField(
+            f"the routes of layers {empty} are all 0",
+            subject=subject,
+            remedy="see whether the engine's pipeline stages put their routes together",
+        )
+
+
 def with_inner(spec: FieldSpec, array: Array) -> FieldSpec:
     """Return `spec` with its row shape fixed to that of `array`, where it was open."""
     return spec if spec.inner is not None else replace(spec, inner=array.shape[1:])

@@ -141,12 +141,12 @@ class Hydrator:
         BudgetTooSmall
             The samples do not fit the arena.
         """
-        out: dict[str, list[Array]] = {_slime_name(s): [] for s in self._chosen(select)}
+        out: dict[str, list[Array]] = {slime_name(s): [] for s in self._chosen(select)}
         reads: list[Read] = []
         for sample, resolved in zip(samples, self._resolved(samples, select), strict=True):
             for shape in self._shapes(sample, resolved, select):
                 array = _room(shape, arena)
-                out[_slime_name(shape.spec)].append(array)
+                out[slime_name(shape.spec)].append(array)
                 if sample.removed:
                     array[...] = 0
                 elif shape.spec.name in sample.arrays:
@@ -223,7 +223,8 @@ class Hydrator:
             yield _Shape(spec, rows, shape, dtype)
 
 
-def _slime_name(spec: FieldSpec) -> str:
+def slime_name(spec: FieldSpec) -> str:
+    """Return what training calls a field."""
     return f"{PREFIX}log_probs" if spec.name == LOGPROBS else f"{PREFIX}{spec.name}"
 
 

@@ -8,22 +8,17 @@ weights in a precision of choice, routing freely or as a rollout did (rollout ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from torch.func import functional_call
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-# Logits `[rows, experts]`; weights and ids of the chosen experts, each `[rows, topk]`.
-RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-RouterHook = Callable[[int, nn.Module, Any, RouterOutput], RouterOutput | None]
+from tq_fs.demo.routers import install, recorded, replayed, stacked
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +55,8 @@ class Reply:
 class TinyMoe:
     """Random-weight Qwen3-MoE on the CPU, all layers MoE, as rollout engine and as trainer.
 
-    For one thread at a time: recording and replay hook into the model while they run.
+    Several threads may generate at once; `forward` wants the model for itself. A model that others
+    share is changed between their calls only.
 
     Parameters
     ----------
@@ -93,9 +89,21 @@ class TinyMoe:
             raise ValueError(f"hidden={hidden} must be a positive multiple of 16")
         if not 0 < topk <= experts:
             raise ValueError(f"topk={topk} must be in 1..experts={experts}")
-        self.layers, self.topk, self.experts, self.vocab = layers, topk, experts, vocab
-        self.model = _build(_config(layers, experts, topk, hidden, vocab), seed)
-        self._routers = [layer.mlp.gate for layer in self.model.model.layers]
+        self._take(_build(_config(layers, experts, topk, hidden, vocab), seed))
+
+    @classmethod
+    def around(cls, model: Qwen3MoeForCausalLM) -> TinyMoe:
+        """Take a model as it is: all layers MoE, float32, and no other TinyMoe's."""
+        moe = cls.__new__(cls)
+        moe._take(model)
+        return moe
+
+    def _take(self, model: Qwen3MoeForCausalLM) -> None:
+        config = model.config
+        self.layers, self.topk = int(config.num_hidden_layers), int(config.num_experts_per_tok)
+        self.experts, self.vocab = int(config.num_experts), int(config.vocab_size)
+        self.model = model
+        install([layer.mlp.gate for layer in model.model.layers])
 
     def generate(
         self, prompts: Sequence[NDArray[Any]], *, max_new_tokens: int, seeds: Sequence[int]
@@ -127,9 +135,9 @@ class TinyMoe:
         if not checked:
             return []
         generators = [np.random.default_rng(seed) for seed in seeds]
-        with torch.no_grad(), _recorded(self._routers) as chosen:
+        with torch.no_grad(), recorded(self.layers) as chosen:
             tokens, logits = self._decode(checked, generators, max_new_tokens)
-        return _replies(checked, tokens, logits, _stacked(chosen, len(checked)))
+        return _replies(checked, tokens, logits, stacked(chosen, len(checked)))
 
     def forward(
         self,
@@ -164,7 +172,7 @@ class TinyMoe:
         ids = self._checked(tokens)
         if routing is None:
             return self._logits(ids, dtype)
-        with _replayed(self._routers, self._checked_routing(routing, len(ids))):
+        with replayed(self._checked_routing(routing, len(ids))):
             return self._logits(ids, dtype)
 
     def routing_of(
@@ -177,9 +185,9 @@ class TinyMoe:
         numpy.ndarray
             int32 `[T - 1, layers, topk]`, as `Reply.routed_experts`.
         """
-        with torch.no_grad(), _recorded(self._routers) as chosen:
+        with torch.no_grad(), recorded(self.layers) as chosen:
             self.forward(tokens, dtype=dtype)
-        return _stacked(chosen, 1)[0, :-1]
+        return stacked(chosen, 1)[0, :-1]
 
     def token_logprobs(self, logits: torch.Tensor, tokens: NDArray[Any]) -> torch.Tensor:
         """Log-probability of each token but the first, given those before it.
@@ -292,53 +300,6 @@ def _balance(model: Qwen3MoeForCausalLM) -> None:
     for layer in model.model.layers:
         layer.mlp.experts.down_proj.mul_(2.0)
     model.lm_head.weight.mul_(2.0)
-
-
-@contextmanager
-def _hooked(routers: Sequence[nn.Module], hook: RouterHook) -> Iterator[None]:
-    """Call `hook(layer, router, args, output)` after every router, until the block is left."""
-    with ExitStack() as handles:
-        for layer, router in enumerate(routers):
-            handles.enter_context(router.register_forward_hook(partial(hook, layer)))
-        yield
-
-
-@contextmanager
-def _recorded(routers: Sequence[nn.Module]) -> Iterator[list[list[torch.Tensor]]]:
-    """Collect, by layer, the chosen experts `[rows, topk]` of every forward pass in the block."""
-    chosen: list[list[torch.Tensor]] = [[] for _ in routers]
-
-    def record(layer: int, _router: nn.Module, _args: Any, output: RouterOutput) -> None:
-        chosen[layer].append(output[2])
-
-    with _hooked(routers, record):
-        yield chosen
-
-
-@contextmanager
-def _replayed(routers: Sequence[nn.Module], routing: torch.Tensor) -> Iterator[None]:
-    """Send all tokens but the last where `routing` int64 `[T - 1, layers, topk]` says."""
-
-    def replay(layer: int, router: nn.Module, _args: Any, output: RouterOutput) -> RouterOutput:
-        logits, _, free = output
-        experts = torch.cat([routing[:, layer], free[-1:]])
-        # The steps of Qwen3MoeTopKRouter, with a gather in place of its top-k.
-        weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(1, experts)
-        if router.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return logits, weights.to(logits.dtype), experts
-
-    with _hooked(routers, replay):
-        yield
-
-
-def _stacked(chosen: list[list[torch.Tensor]], batch: int) -> NDArray[np.int32]:
-    """Return the experts recorded over successive passes, int32 `[B, T, layers, topk]`."""
-    by_layer = [
-        torch.cat([rows.view(batch, -1, rows.shape[-1]) for rows in passes], dim=1)
-        for passes in chosen
-    ]
-    return torch.stack(by_layer, dim=2).to(torch.int32).numpy()
 
 
 def _left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -27,10 +29,8 @@ class HttpThread:
     def __init__(self, app: web.Application, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._app = app
         self._host, self._port = host, port
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="tq-fs-http", daemon=True)
-        self._listening: Future[int] = Future()
+        self._listening: Future[tuple[int, Callable[[], object]]] = Future()
 
     def start(self) -> Self:
         """Listen, and return once connections are taken.
@@ -41,24 +41,20 @@ class HttpThread:
             The port cannot be had.
         """
         self._thread.start()
-        self._port = self._listening.result()
+        self._port, _ = self._listening.result()
         return self
 
     def stop(self) -> None:
         """Take no more connections, cancel what runs, and wait for the thread; idempotent."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+            _, end = self._listening.result()
+            end()
+            self._thread.join()
 
     @property
     def url(self) -> str:
         """Base URL, without a slash at its end."""
         return f"http://{self._host}:{self._port}"
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of the handlers."""
-        return self._loop
 
     def __enter__(self) -> Self:
         return self.start()
@@ -72,11 +68,10 @@ class HttpThread:
         self.stop()
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            try:
-                runner.run(self._serve())
-            except OSError as error:
-                self._listening.set_exception(error)
+        try:
+            asyncio.run(self._serve())
+        except OSError as error:
+            self._listening.set_exception(error)
 
     async def _serve(self) -> None:
         # Handlers that still run when the server stops are cancelled (0 would wait for them).
@@ -84,9 +79,12 @@ class HttpThread:
             self._app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01
         )
         await runner.setup()
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
         try:
             await web.TCPSite(runner, self._host, self._port).start()
-            self._listening.set_result(runner.addresses[0][1])
-            await self._stop.wait()
+            end = partial(loop.call_soon_threadsafe, ended.set)
+            self._listening.set_result((runner.addresses[0][1], end))
+            await ended.wait()
         finally:
             await runner.cleanup()

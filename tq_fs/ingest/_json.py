@@ -231,8 +231,6 @@ class JsonText:
                 end -= 1
             if end > self._at and data[end - 1] >= 0xC0:
                 end -= 1
-            elif end < len(data):  # no first byte: not cut here, and wrong in any case
-                end = len(data)
         return end
 
     def elements(

@@ -152,17 +152,17 @@ def inspect_rows(rows: Array) -> RoutingReport:
     total, layers, topk = rows.shape
     if not rows.size or (topk == 1 and layers < _MANY_LAYERS):
         return RoutingReport(rows=total, unknown=_all_unknown(rows))
-    narrow = np.uint8 if int(rows[0].max()) < 256 else np.uint16  # a guess; any is right
+    few = rows[:: max(1, total // 8)]
+    narrow = np.uint8 if int(few.max()) < 256 else np.uint16  # a guess; any is right
     step = max(1, _BLOCK_IDS // (layers * topk))
     columns = np.empty((topk, min(step, total) * layers), narrow)
-    unknown = constant = repeated = 0
+    counts = np.zeros(3, np.int64)
     for start in range(0, total, step):
         block = rows[start : start + step]
         doubtful = block[_doubtful(block, columns[:, : len(block) * layers])]
         if len(doubtful):
-            counts = _exactly(doubtful)
-            unknown, constant = unknown + counts[0], constant + counts[1]
-            repeated += counts[2]
+            counts += _exactly(doubtful)
+    unknown, constant, repeated = counts.tolist()
     return RoutingReport(rows=total, unknown=unknown, constant=constant, repeated=repeated)
 
 
@@ -176,8 +176,7 @@ def _doubtful(block: Array, columns: Array) -> Array:
     """Tell which rows have two equal ids in a layer, after cutting; of top-1: all equal ones."""
     total, layers, topk = block.shape
     if topk == 1:
-        found: Array = (block[:, :, 0] == block[:, :1, 0]).all(axis=1)
-        return found
+        return np.asarray(np.all(block[:, :, 0] == block[:, :1, 0], axis=1))
     flat = block.reshape(-1, topk)
     for k in range(topk):
         np.copyto(columns[k], flat[:, k], casting="unsafe")
@@ -187,11 +186,10 @@ def _doubtful(block: Array, columns: Array) -> Array:
         for other in range(topk - k):
             np.equal(columns[other], columns[other + k], out=same)
             np.logical_or(equal, same, out=equal)
-    rows: Array = equal.reshape(total, layers).any(axis=1)
-    return rows
+    return np.asarray(np.any(equal.reshape(total, layers), axis=1))
 
 
-def _exactly(rows: Array) -> tuple[int, int, int]:
+def _exactly(rows: Array) -> list[np.intp]:
     """Count rows that are unknown, constant or repeat an id, by whole ids."""
     flat = rows.reshape(len(rows), -1)
     same = (flat == flat[:, :1]).all(axis=1)
@@ -199,5 +197,4 @@ def _exactly(rows: Array) -> tuple[int, int, int]:
     ordered = np.sort(rows, axis=2)
     twice = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != UNKNOWN)
     repeated = twice.any(axis=(1, 2)) & ~same
-    counts = (unknown, same & ~unknown, repeated)
-    return tuple(int(np.count_nonzero(found)) for found in counts)  # type: ignore[return-value]
+    return [np.count_nonzero(found) for found in (unknown, same & ~unknown, repeated)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from tq_fs.errors import TqFsError, Unauthorized
 from tq_fs.ingest import RoutingCheck
 from tq_fs.metrics import Metrics
 from tq_fs.proxy._attended import GONE, BrokenOff
-from tq_fs.proxy._engine import SglangEngine
+from tq_fs.proxy._engine import SglangEngine, checked_urls
 from tq_fs.proxy._errors import RETRY_AFTER_S, error_body, plain_error, status_of
 from tq_fs.proxy._gate import Gate
 from tq_fs.proxy._openapi import describe
@@ -64,9 +65,11 @@ def create_app(
     Raises
     ------
     InvalidConfig
-        No engine is named, or the store's fields are not those of an engine's replies.
+        No engine is named, or one by what is no URL, or the store's fields are not those of an
+        engine's replies.
     """
     check_specs(store.fields)
+    checked_urls(settings.upstreams)
     counted = metrics or Metrics(store.config.store_id, role="proxy")
 
     @asynccontextmanager
@@ -101,6 +104,8 @@ async def _running(
     clock: Callable[[], float],
 ) -> AsyncIterator[Proxy]:
     async with AsyncExitStack() as opened:
+        opened.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(settings.switch_s)
 
         def pool(name: str, threads: int) -> ThreadPoolExecutor:
             return opened.enter_context(ThreadPoolExecutor(threads, f"tq-fs-proxy-{name}"))
@@ -150,7 +155,10 @@ async def _sweeping(sessions: Sessions, every_s: float) -> AsyncIterator[None]:
     async def sweep() -> None:
         while True:
             await asyncio.sleep(every_s)
-            await sessions.sweep()
+            try:
+                await sessions.sweep()
+            except Exception:  # or no idle session would ever be discarded again
+                _log.exception("a look for idle sessions failed")
 
     task = asyncio.create_task(sweep())
     try:

@@ -41,6 +41,7 @@ class Gate:
         self._open.set()
         self._running: set[Pass] = set()
         self._waiting = 0
+        self._resumes = 0
 
     @property
     def paused(self) -> bool:
@@ -86,11 +87,12 @@ class Gate:
             Some are still there `cut_s` after the deadline. The gate stays closed, and `running`
             counts them; pause again to wait on, or resume.
         ConflictError
-            It was resumed meanwhile; the gate is open.
+            It was resumed meanwhile.
 
         Cancelling leaves the gate closed.
         """
         self._open.clear()
+        resumes = self._resumes
         asked = list(self._running)
         for passing in asked:
             passing._ask()
@@ -104,7 +106,7 @@ class Gate:
                     subject="pause",
                     remedy="the gate stays closed: pause again to wait on, or resume",
                 )
-        if not self.paused:
+        if self._resumes != resumes:  # others may run, also if it was closed again
             raise ConflictError(
                 "the rollout was resumed while it was being paused",
                 subject="pause",
@@ -114,6 +116,7 @@ class Gate:
 
     def resume(self) -> None:
         """Open the gate: all that wait go on. Idempotent."""
+        self._resumes += self.paused
         self._open.set()
 
     async def _left(self, asked: Collection[Pass], timeout_s: float) -> int:

@@ -7,7 +7,8 @@ from typing import TypeVar
 import msgspec
 
 from tq_fs.errors import InvalidRequest
-from tq_fs.proxy._wire import ChatRequest, Message
+from tq_fs.proxy._plain import check_plain
+from tq_fs.proxy._wire import ChatRequest, FinalizeRequest, Message
 
 T = TypeVar("T")
 
@@ -42,12 +43,27 @@ def decode_chat(body: bytes) -> ChatRequest:
     request = decode(body, ChatRequest)
     for place, message in enumerate(request.messages):
         _check_message(message, f"messages[{place}]")
+        check_plain(message, f"messages[{place}]")
     for place, tool in enumerate(request.tools or ()):
         if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), dict):
             raise InvalidRequest(
                 "is no function", subject=f"tools[{place}]", remedy="functions alone are served"
             )
+        check_plain(tool, f"tools[{place}]")
+    check_plain(request.chat_template_kwargs, "chat_template_kwargs")
     _check_served(request)
+    return request
+
+
+def decode_finalize(body: bytes) -> FinalizeRequest:
+    """Return a finalize whose `extra` can be read back.
+
+    Raises
+    ------
+    InvalidRequest
+    """
+    request = decode(body, FinalizeRequest)
+    check_plain(request.extra, "extra")
     return request
 
 

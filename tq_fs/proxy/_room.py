@@ -65,8 +65,9 @@ class Room:
             async with asyncio.timeout(self._deadline_s):
                 await ticket.granted
         except TimeoutError as error:
+            late = self._timed_out(nbytes)
             self._leave(ticket)
-            raise self._timed_out(nbytes) from error
+            raise late from error
         except asyncio.CancelledError:
             self._leave(ticket)
             raise

@@ -20,7 +20,7 @@ from tq_fs.proxy._capabilities import Capabilities, capabilities
 from tq_fs.proxy._entry import Entry
 from tq_fs.proxy._gate import Gate
 from tq_fs.proxy._headers import Origin
-from tq_fs.proxy._requests import decode, decode_chat
+from tq_fs.proxy._requests import decode, decode_chat, decode_finalize
 from tq_fs.proxy._sessions import Sessions
 from tq_fs.proxy._settings import ProxySettings
 from tq_fs.proxy._threads import in_thread
@@ -104,7 +104,7 @@ async def resume(proxy: Proxy, request: Request) -> Response:
 
 async def finalize(proxy: Proxy, request: Request) -> Response:
     """Make a session's Segments; again, the same answer."""
-    asked = await _body(proxy, request, _decoder(wire.FinalizeRequest))
+    asked = await _body(proxy, request, decode_finalize)
     return _answer(await proxy.sessions.finalize(asked))
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
@@ -110,6 +110,10 @@ class Sessions:
         finally:
             entry.working.discard(task)
             entry.used_s = self._clock()
+
+    def ended(self, session_id: str) -> Sequence[Entry]:
+        """Return the kept incarnations of a session, the latest first; none where one is open."""
+        return () if session_id in self._open else self.kept.of(session_id)
 
     def _begin(self, session_id: str) -> Entry:
         self._check_room()
@@ -262,19 +266,29 @@ class Sessions:
 
     async def sweep(self) -> int:
         """Discard open sessions that were idle for too long; returns how many."""
-        latest = self._clock() - self._settings.session_idle_s
-        idle = [e for e in self._open.values() if not e.busy and not e.ending and e.used_s < latest]
         swept = 0
-        for entry in idle:
-            if entry.busy or self._open.get(entry.session_id) is not entry:
+        for entry in list(filter(self._is_idle, self._open.values())):
+            if not self._is_idle(entry) or self._open.get(entry.session_id) is not entry:
                 continue  # it came to life again
             with log_context(session=entry.session_id):
-                try:
-                    swept += (await self.discard(entry.session_id)).discarded
-                    _log.info("was idle for %.0f s: discarded", self._settings.session_idle_s)
-                except TqFsError as error:
-                    _log.warning("was idle, and cannot be discarded: %s", error)
+                swept += await self._swept(entry)
         return swept
+
+    def _is_idle(self, entry: Entry) -> bool:
+        since = self._clock() - self._settings.session_idle_s
+        return not entry.busy and not entry.ending and entry.used_s < since
+
+    async def _swept(self, entry: Entry) -> bool:
+        """Discard a session; whatever stands against it, the others are swept too."""
+        (ended,) = await asyncio.gather(self.discard(entry.session_id), return_exceptions=True)
+        if isinstance(ended, DiscardAnswer):
+            _log.info("was idle for %.0f s: discarded", self._settings.session_idle_s)
+            return ended.discarded
+        ours = isinstance(ended, TqFsError)
+        _log.warning(
+            "was idle, and cannot be discarded: %s", ended, exc_info=None if ours else ended
+        )
+        return False
 
     # ------------------------------------------------------------ whole
 

@@ -10,7 +10,7 @@ from typing import Any
 from tq_fs.errors import InvalidConfig
 from tq_fs.ingest import RoutingPolicy
 from tq_fs.manifests import Mode
-from tq_fs.trajectory import check_views
+from tq_fs.trajectory import VersionRule, check_views
 
 MiB = 1024 * 1024
 GiB = 1024 * MiB
@@ -69,7 +69,11 @@ class ProxySettings:
         fields. None of them is ever dropped for room: where one bound is reached, new sessions are
         refused until some are forgotten.
     cpu_threads
-        Threads that render, tokenize, parse and check.
+        Threads that render, tokenize, parse and check. They share the interpreter with the event
+        loop: more make it wait longer, and are hardly faster.
+    switch_s
+        Seconds for which one of them may keep the interpreter from others that want it: Python's
+        switch interval, of the whole process while the Proxy runs.
     store_threads
         Threads that wait for the store: of each, those that record and those that finalize,
         discard and release.
@@ -99,7 +103,8 @@ class ProxySettings:
     open_sessions: int = 65536
     kept_sessions: int = 65536
     kept_bytes: int = 64 * GiB
-    cpu_threads: int = 4
+    cpu_threads: int = 2
+    switch_s: float = 0.001
     store_threads: int = 16
 
     def __post_init__(self) -> None:
@@ -110,6 +115,7 @@ class ProxySettings:
         InvalidConfig
         """
         check_views(self.views)
+        VersionRule(partial_rollout=self.partial_rollout, max_span=self.max_version_span)
         for name in _WHOLE:
             _check_whole(name, getattr(self, name))
         for name in _SECONDS:
@@ -136,7 +142,10 @@ _WHOLE = (
     *("context_length", "max_new_tokens", "reply_bytes", "body_bytes", "open_sessions"),
     *("kept_sessions", "kept_bytes", "cpu_threads", "store_threads"),
 )
-_SECONDS = ("timeout_s", "pause_deadline_s", "paused_s", "session_idle_s", "sweep_s")
+_SECONDS = (
+    *("timeout_s", "pause_deadline_s", "paused_s", "session_idle_s", "sweep_s"),
+    "switch_s",
+)
 
 
 def _check_whole(name: str, value: object) -> None:

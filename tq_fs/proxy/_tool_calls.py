@@ -8,6 +8,7 @@ text up to ``</think>`` (``<think>`` was in the prompt)  ``reasoning_content``
 ``<think>…`` cut off                                    all of it ``reasoning_content``
 ``<tool_call>{"name", "arguments"}</tool_call>``        an entry of ``tool_calls``
 a call that is malformed, cut off, or without tools     stays text
+a call whose arguments are nested over 90 deep          stays text
 everything else                                         ``content``
 ======================================================  ==========================================
 """
@@ -20,8 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from tq_fs.proxy._plain import DEEPEST, too_deep
+
 _THINK, _THOUGHT = "<think>", "</think>"
 _CALL = re.compile(r"\n?<tool_call>\s*(?=\{)")  # the line break before it is the template's
+_AROUND = 10  # levels that the conversation puts around a call's arguments
 _CALLED = re.compile(r"\s*</tool_call>")
 
 
@@ -103,6 +107,8 @@ def _read(text: str, opening: re.Match[str]) -> _Call | None:
         return None
     closing = _CALLED.match(text, stop)
     if closing is None or not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    if too_deep(arguments, DEEPEST - _AROUND):
         return None
     return _Call(name=name, arguments=written, start=opening.start(), stop=closing.end())
 

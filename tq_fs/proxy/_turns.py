@@ -87,7 +87,7 @@ class Turns:
 
     async def _once(self, request: ChatRequest, origin: Origin, turn_id: str) -> ChatAnswer:
         digest = _digest(request)
-        for entry in self._sessions.kept.of(origin.session_id):
+        for entry in self._sessions.ended(origin.session_id):
             asked = entry.turns.get(turn_id)
             if asked is not None and (known := await _heard(asked, digest)) is not None:
                 return known

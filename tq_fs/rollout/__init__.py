@@ -6,7 +6,7 @@ StorageUnit and from there to the trainers; through Ray go references.
 
 from tq_fs.rollout._actors import Trainers, start_manager, start_proxies, stop
 from tq_fs.rollout._calls import gather
-from tq_fs.rollout._manager import Rollout, RolloutManager
+from tq_fs.rollout._manager import Keep, Rollout, RolloutManager
 from tq_fs.rollout._object_store import ObjectStoreWatch, object_store_bytes
 from tq_fs.rollout._proxy import Agent, Proxy, ProxyConfig
 from tq_fs.rollout._ranks import Parallel, Rank
@@ -15,6 +15,7 @@ from tq_fs.rollout._trainer import Step, Trained, Trainer, TrainerConfig
 
 __all__ = [
     "Agent",
+    "Keep",
     "ObjectStoreWatch",
     "Parallel",
     "Proxy",

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tq_fs.errors import ActorLost
 from tq_fs.rollout._barrier import Barrier
 from tq_fs.rollout._calls import gather
-from tq_fs.rollout._manager import Rollout, RolloutManager
+from tq_fs.rollout._manager import Keep, Rollout, RolloutManager
 from tq_fs.rollout._proxy import Agent, Proxy, ProxyConfig
 from tq_fs.rollout._trainer import Step, Trained, Trainer, TrainerConfig
 
@@ -29,9 +29,9 @@ def start_proxies(config: ProxyConfig, agent: Agent, nodes: Sequence[str]) -> li
     ]
 
 
-def start_manager(proxies: Sequence[Any], *, data: int, node: str) -> Any:
+def start_manager(proxies: Sequence[Any], *, data: int, node: str, keep: Keep | None = None) -> Any:
     """Start a RolloutManager."""
-    return _on(node, RolloutManager, num_cpus=0).remote(proxies, data=data)
+    return _on(node, RolloutManager, num_cpus=0).remote(proxies, data=data, keep=keep)
 
 
 class Trainers:

@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
+from tq_fs.errors import InvalidConfig
 from tq_fs.rollout._calls import gather
 from tq_fs.rollout._object_store import ObjectStoreWatch
 from tq_fs.rollout._shards import Shard, balance
 from tq_fs.trajectory import Segment
+
+
+class Keep(Protocol):
+    """Decides which of a rollout's Segments are trained on: groups of equal rewards teach nothing.
+
+    Those it leaves out stay in the rollout as removed ones, so that each rank has as many as it
+    waits for, and their Steps are released with the others'.
+    """
+
+    def __call__(self, segments: Sequence[Segment]) -> Sequence[bool]:
+        """Return for each of all Segments of a rollout whether it is trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,12 +57,17 @@ class RolloutManager:
         Data-parallel ranks.
     at_once
         Sessions that each Proxy is asked for at a time.
+    keep
+        Which Segments are trained on; None for all.
     """
 
-    def __init__(self, proxies: Sequence[Any], *, data: int, at_once: int = 2) -> None:
+    def __init__(
+        self, proxies: Sequence[Any], *, data: int, at_once: int = 2, keep: Keep | None = None
+    ) -> None:
         self._proxies = list(proxies)
         self._data = data
         self._at_once = at_once
+        self._keep = keep
 
     def generate(self, rollout_id: int, session_ids: Sequence[str]) -> Rollout:
         """Roll out sessions and return them in shards that are balanced by tokens.
@@ -60,18 +77,31 @@ class RolloutManager:
         ActorLost
             A Proxy ended.
         InvalidConfig
-            There are fewer Segments than data-parallel ranks.
+            There are fewer Segments than data-parallel ranks, or `keep` did not speak of all.
         TqFsError
             What a Proxy raised.
         """
         with ObjectStoreWatch() as watch:
             segments = self._collect(session_ids)
+            removed = self._removed(segments)
             parts = balance([len(segment.tokens) for segment in segments], self._data)
             shards = tuple(
-                _shard(rollout_id, data, [segments[i] for i in part])
+                _shard(rollout_id, data, [segments[i] for i in part], [removed[i] for i in part])
                 for data, part in enumerate(parts)
             )
         return Rollout(rollout_id=rollout_id, shards=shards, object_store_bytes=watch.growth_bytes)
+
+    def _removed(self, segments: Sequence[Segment]) -> list[bool]:
+        if self._keep is None:
+            return [False] * len(segments)
+        kept = self._keep(segments)
+        if len(kept) != len(segments):
+            raise InvalidConfig(
+                f"spoke of {len(kept)} Segments of {len(segments)}",
+                subject="keep",
+                remedy="return one bool for each Segment it is given, in their order",
+            )
+        return [not keep for keep in kept]
 
     def _collect(self, session_ids: Sequence[str]) -> list[Segment]:
         """Return the Segments of all sessions in the order of these."""
@@ -91,11 +121,12 @@ class RolloutManager:
         return [segment for number in sorted(found) for segment in found[number]]
 
 
-def _shard(rollout_id: int, data: int, segments: list[Segment]) -> Shard:
+def _shard(rollout_id: int, data: int, segments: list[Segment], removed: Sequence[bool]) -> Shard:
     return Shard(
         rollout_id=rollout_id,
         data=data,
         count=len(segments),
         tokens=sum(len(segment.tokens) for segment in segments),
         segments=ray.put(segments),
+        removed=frozenset(place for place, gone in enumerate(removed) if gone),
     )

@@ -24,6 +24,9 @@ class Shard:
         Of its Segments.
     segments
         Ray's reference of the list of them.
+    removed
+        Places in that list of those that training ignores: they are read by nobody, have zeros in
+        place of their fields, and are released with the others.
     """
 
     rollout_id: int
@@ -31,6 +34,7 @@ class Shard:
     count: int
     tokens: int
     segments: Any
+    removed: frozenset[int] = frozenset()
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from tq_fs.errors import InvalidConfig
 from tq_fs.fields import FieldSpec
 from tq_fs.rollout._calls import gather
-from tq_fs.rollout._ranks import Parallel, Range, Rank
+from tq_fs.rollout._ranks import Parallel, Rank
+from tq_fs.rollout._reading import ShardReader
 from tq_fs.rollout._shards import Shard
 from tq_fs.rollout._store import open_here
 from tq_fs.trajectory import Segment
@@ -35,7 +35,8 @@ class Step(Protocol):
         Parameters
         ----------
         segments
-            The Segments, with their tokens and loss masks.
+            The Segments, with their tokens and loss masks; the loss mask of one that training
+            ignores is all 0, as its fields are.
         tensors
             Slime's fields, this rank's layers and tokens of them: a tensor for each Segment, which
             is overwritten as soon as the next micro-batch is taken.
@@ -58,6 +59,9 @@ class TrainerConfig:
         In whose name Segments are released.
     budget_bytes
         Bytes of a micro-batch's tensors; a rank holds two.
+    routed_layers
+        Layers of the model that have a router, and whose routes may not be all 0; None for all
+        that are recorded.
     barrier_s
         Seconds for which ranks wait for each other.
     restarts
@@ -71,6 +75,7 @@ class TrainerConfig:
     parallel: Parallel
     consumer: str = "train"
     budget_bytes: int = 64 * MiB
+    routed_layers: tuple[int, ...] | None = None
     barrier_s: float = 600.0
     restarts: int = 1
     cpus: float = 0.0
@@ -125,8 +130,14 @@ class Trainer:
         self._rank = Rank(config.parallel, number)
         self._step = step
         self._node = ray.get_runtime_context().get_node_id()
-        self._layers = _layers(config.fields, self._rank)
         self._store = open_here(config.store_id, config.fields, consumers=[config.consumer])
+        self._reader = ShardReader(
+            self._store,
+            config.fields,
+            self._rank,
+            budget_bytes=config.budget_bytes,
+            routed_layers=config.routed_layers,
+        )
 
     def train(self, shard: Shard, barrier: Any) -> Trained:
         """Train on a shard; return once all ranks have, and every shard was released.
@@ -145,12 +156,15 @@ class Trainer:
         ------
         RanksMissing
             Others did not come in time; nothing of the shard was released.
+        RowCountMismatch, WidthChanged, InvalidField
+            What was read is not what training asks of a Segment; nothing was released.
         TqFsError
         """
         segments: list[Segment] = ray.get(shard.segments)
         before = self._store.passed()
         tensor_bytes, results = 0, []
-        for mine, tensors in self._micro_batches(segments):
+        about = f"rollout {shard.rollout_id}"
+        for mine, tensors in self._reader.read(segments, removed=shard.removed, about=about):
             tensor_bytes += sum(t.nbytes for values in tensors.values() for t in values)
             results.append(self._step(mine, tensors))
         passed = self._store.passed()
@@ -170,21 +184,6 @@ class Trainer:
             results=tuple(results),
         )
 
-    def _micro_batches(
-        self, segments: Sequence[Segment]
-    ) -> Iterator[tuple[list[Segment], Mapping[str, list[torch.Tensor]]]]:
-        left = iter(segments)
-        batches = self._store.micro_batches(
-            segments,
-            budget_bytes=self._config.budget_bytes,
-            fields=self._rank.fields(self._config.fields),
-            layers=self._layers,
-            tokens=self._rank.tokens,
-            reuse=True,
-        )
-        for batch in batches:  # the next one is being read while this one is used
-            yield [next(left) for _ in batch.samples], batch.tensors
-
     def _meet(self, barrier: Any, group: str, shard: Shard, count: int) -> None:
         gather([barrier.arrive.remote(group, shard.rollout_id, self._rank.number, count)])
 
@@ -199,20 +198,6 @@ class Trainer:
     def close(self) -> None:
         """Close the store; idempotent."""
         self._store.close()
-
-
-def _layers(fields: Sequence[FieldSpec], rank: Rank) -> Range | None:
-    """Return the layers of a rank; None for all."""
-    if rank.parallel.pipeline == 1:
-        return None
-    counts = {spec.inner[0] if spec.inner else None for spec in fields if spec.layered}
-    if len(counts) > 1 or None in counts:
-        raise InvalidConfig(
-            f"{len(counts)} of them, or one that is not declared",
-            subject="numbers of layers among the fields",
-            remedy="declare routed_experts(layers=…): pipeline stages are cut from that",
-        )
-    return rank.layers(counts.pop() or 0) if counts else None
 
 
 def _foreign(passed: Passed, node: str) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 A prompt that is spliced is never tokenized again: the parent's ids stay as the model generated
 them, and only the text after them becomes ids. What that text is, two renderings tell: that of the
-request must begin with that of the parent's conversation, and goes on with what is new. Between the
-generated ids and the new text stands the *closing text* of the parent's turn:
+request must begin with that of the parent's conversation, and goes on with what is new. Thoughts
+without words do not count in this: some templates (Qwen3's) show them in a last reply only. Between
+the generated ids and the new text stands the *closing text* of the parent's turn:
 
 ======================================  ===================================  ====================
 the parent's rendering ends with        its generated ids end with           closing text
@@ -19,6 +20,7 @@ no stop token: turns are not closed     another token                        non
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +31,8 @@ from numpy.typing import ArrayLike
 from tq_fs.errors import InvalidRequest
 from tq_fs.trajectory._messages import Message
 from tq_fs.trajectory._records import Tokens
+
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\n*")
 
 
 class Renderer(Protocol):
@@ -126,13 +130,29 @@ def text_to_append(
         None where the request cannot follow the parent's tokens: the template shows earlier
         messages in another way by now.
     """
-    if before is None or not prompt.startswith(before):
+    new = None if before is None else _after(prompt, before)
+    if before is None or new is None:
         return None
-    new = prompt[len(before) :]
     stop, space = _close(before, stops)
     if stop:
         return (space if ended == stop else stop + space) + new
     return new[len(ended) :] if new.startswith(ended) else None
+
+
+def _after(prompt: str, before: str) -> str | None:
+    """Return what a prompt goes on with; None where it does not begin with `before`."""
+    if prompt.startswith(before):
+        return prompt[len(before) :]
+    left, at = _NO_THOUGHT.sub("", before), 0
+    ends = [*(match.span() for match in _NO_THOUGHT.finditer(prompt)), (len(prompt), len(prompt))]
+    for end, further in ends:
+        words = prompt[at:end]
+        if len(words) >= len(left):
+            return prompt[at + len(left) :] if words.startswith(left) else None
+        if not left.startswith(words):
+            return None
+        left, at = left[len(words) :], further
+    return None
 
 
 def _close(text: str, stops: Collection[str]) -> tuple[str, str]:
@@ -144,6 +164,6 @@ def _close(text: str, stops: Collection[str]) -> tuple[str, str]:
 
 def rest_of_ids(prompt: Tokens, before: Tokens) -> Tokens | None:
     """Return the ids after `before`; None where the prompt does not begin with them."""
-    if len(prompt) < len(before) or not np.array_equal(prompt[: len(before)], before):
+    if not np.array_equal(prompt[: len(before)], before):
         return None
     return prompt[len(before) :]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, TypeVar
 
 from tq_fs.errors import FieldMissing, InvalidField, RowCountMismatch, TqFsError
-from tq_fs.fields import LOGPROBS, ROUTED_EXPERTS, FieldSpec
+from tq_fs.fields import LOGPROBS, ROUTED_EXPERTS, FieldSpec, check_routed
 from tq_fs.integrations.slime._settings import ATTRIBUTES, CONSUMER
 from tq_fs.keys import Incarnation
 from tq_fs.session import Session
@@ -104,7 +104,7 @@ def _job(
     )
     planned = Trajectory(Incarnation("train", name, "checked"), fields).plan(step)
     if ROUTED_EXPERTS in planned.record.arrays:
-        _check_routed(planned.record.arrays[ROUTED_EXPERTS], routed_layers, name)
+        check_routed(planned.record.arrays[ROUTED_EXPERTS], routed_layers, name)
     return _Job(name, step)
 
 
@@ -123,19 +123,6 @@ def _values(sample: Any, spec: FieldSpec, name: str) -> Any:
             subject=f"{name}, {attribute}",
         )
     return values
-
-
-def _check_routed(rows: Any, layers: Sequence[int], name: str) -> None:
-    """Refuse what slime refuses: a layer whose routes were never filled in."""
-    if rows.shape[2] < 2:
-        return  # expert 0 everywhere may be so
-    empty = [layer for layer in layers if not rows[:, layer].any()]
-    if empty:
-        raise InvalidField(
-            f"the routes of layers {empty} are all 0",
-            subject=name,
-            remedy="see whether the engine's pipeline stages put their routes together",
-        )
 
 
 # ---------------------------------------------------------------- writing
