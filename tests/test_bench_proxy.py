@@ -106,6 +106,7 @@ def test_a_prepared_reply_has_the_rows_that_were_asked_for(
     raw = base64.b64decode(body["meta_info"]["routed_experts"], validate=True)
     ids = np.frombuffer(raw, "<i4").reshape(-1, SHAPE.layers, SHAPE.topk)
     assert len(ids) == prompt + tokens - 1 - start
+    assert np.array_equal(ids, replies._rows[3 * (number % 4) :][: len(ids)])
     assert ids.min() >= 0
     assert ids.max() < SHAPE.experts
     assert (np.diff(np.sort(ids, axis=-1)) > 0).all()  # as a router gives them

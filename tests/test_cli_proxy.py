@@ -24,6 +24,7 @@ import tq_fs
 from tests._engines import FakeEngine
 from tq_fs import errors
 from tq_fs.cli import main
+from tq_fs.cli._proxy import _until_signalled
 from tq_fs.demo.tokenizer import save_tokenizer
 from tq_fs.proxy import ProxyClient
 from tq_fs.trajectory import Segment
@@ -218,7 +219,10 @@ def test_metrics_have_an_address_of_their_own(
         running.talk("a")
         with urlopen(f"http://{where}/metrics") as page:
             text = page.read().decode()
+        own = running.connected.metrics()
     assert 'tqfs_steps_written_total{role="proxy",store="run-1"' in text
+    assert "tqfs_proxy_requests_total{" in text
+    assert "tqfs_steps_written_total{" in own
 
 
 def test_log_lines_are_json_where_that_is_asked_for(
@@ -248,6 +252,14 @@ def test_a_signal_ends_it_beside_a_request_that_hangs(
             time.sleep(0.01)
         assert running.end(name) == 0
         assert isinstance(asked.exception(PATIENCE_S), errors.TqFsError)
+
+
+def test_a_signal_ends_it_while_it_starts_too() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with _until_signalled():
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("goes on")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow
@@ -323,8 +335,9 @@ def test_what_cannot_be_is_refused_at_the_start(
 
 
 def test_a_type_too_small_for_the_model_is_refused_before_anything_is_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tq_fs.proxy.ChatTemplate.from_model", lambda model: pytest.fail("slow"))
     large = save_tokenizer(tmp_path / "large", {"num_experts": 384})
     flags = [*map(str, stored(tmp_path)), "--routed-experts-dtype", "uint8"]
     base = ["proxy", "--model", str(large), "--upstream", "http://127.0.0.1:9"]
