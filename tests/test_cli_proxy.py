@@ -300,6 +300,8 @@ def test_wrong_usage_is_told_by_the_parser(
         (["--port", "{taken}"], "127.0.0.1:{taken}: cannot be listened at"),
         (["--max-new-tokens", "0"], "max_new_tokens: 0"),
         (["--timeout-s", "0"], "timeout_s: 0"),
+        (["--max-version-span", "-1"], "max_span: -1"),
+        (["--upstream", "localhost:30000"], "localhost:30000: is no base URL of an engine"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(

@@ -21,7 +21,7 @@ from tq_fs.errors import TqFsError, Unauthorized
 from tq_fs.ingest import RoutingCheck
 from tq_fs.metrics import Metrics
 from tq_fs.proxy._attended import GONE, BrokenOff
-from tq_fs.proxy._engine import SglangEngine
+from tq_fs.proxy._engine import SglangEngine, checked_urls
 from tq_fs.proxy._errors import RETRY_AFTER_S, error_body, plain_error, status_of
 from tq_fs.proxy._gate import Gate
 from tq_fs.proxy._openapi import describe
@@ -64,9 +64,11 @@ def create_app(
     Raises
     ------
     InvalidConfig
-        No engine is named, or the store's fields are not those of an engine's replies.
+        No engine is named, or one by what is no URL; or the store's fields are not those of an
+        engine's replies.
     """
     check_specs(store.fields)
+    checked_urls(settings.upstreams)
     counted = metrics or Metrics(store.config.store_id, role="proxy")
 
     @asynccontextmanager

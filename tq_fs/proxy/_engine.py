@@ -81,7 +81,7 @@ class SglangEngine:
         headers: Mapping[str, str] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        self.urls = _checked(urls)
+        self.urls = checked_urls(urls)
         self.room = Room(reply_bytes, deadline_s=timeout_s)
         self._timeout_s = timeout_s
         self._connect_s, self._abort_s = connect_s, abort_s
@@ -319,16 +319,30 @@ def _too_large(asked: Asked, nbytes: int, most_bytes: int) -> ReplyInvalid:
     )
 
 
-def _checked(urls: Sequence[str]) -> tuple[str, ...]:
-    """Return base URLs without a slash at their ends, each once."""
+def checked_urls(urls: Sequence[str]) -> tuple[str, ...]:
+    """Return base URLs without a slash at their ends, each once.
+
+    Raises
+    ------
+    InvalidConfig
+        None, or one that is no base URL.
+    """
     if isinstance(urls, str) or not urls:
         raise InvalidConfig(
             "names no engine", subject="urls", remedy="give a list of base URLs of engines"
         )
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        if not _is_base(url):
             raise InvalidConfig(
                 "is no base URL of an engine", subject=url, remedy="such as http://10.0.0.7:30000"
             )
     return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
+
+
+def _is_base(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:  # brackets that do not close, or a port that is none
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query

@@ -10,7 +10,7 @@ from typing import Any
 from tq_fs.errors import InvalidConfig
 from tq_fs.ingest import RoutingPolicy
 from tq_fs.manifests import Mode
-from tq_fs.trajectory import check_views
+from tq_fs.trajectory import VersionRule, check_views
 
 MiB = 1024 * 1024
 GiB = 1024 * MiB
@@ -110,6 +110,7 @@ class ProxySettings:
         InvalidConfig
         """
         check_views(self.views)
+        VersionRule(partial_rollout=self.partial_rollout, max_span=self.max_version_span)
         for name in _WHOLE:
             _check_whole(name, getattr(self, name))
         for name in _SECONDS:
