@@ -290,6 +290,10 @@ SAME: dict[str, tuple[Message, Message]] = {
         said("x", calls=[WEATHER]),
         said("x", calls=[call("weather", '{"days":2,   "city":"Oslo"}')]),
     ),
+    "numbers as JavaScript writes them": (
+        said("x", calls=[call("f", '{"a": 1.0, "b": [2e3, -0.0, 0.5]}')]),
+        said("x", calls=[call("f", '{"a":1,"b":[2000,0,0.5]}')]),
+    ),
     "arguments as a mapping": (
         said("x", calls=[WEATHER]),
         said(
@@ -310,6 +314,10 @@ DIFFERENT: dict[str, tuple[Message, Message]] = {
     "other reasoning": (said("fine", "hm"), said("fine", "well")),
     "reasoning that was never generated": (said("fine"), said("fine", "hm")),
     "arguments": (said("x", calls=[WEATHER]), said("x", calls=[call("weather", {"city": "Rome"})])),
+    "numbers": (
+        said("x", calls=[call("f", '{"a": 1.0}')]),
+        said("x", calls=[call("f", '{"a": 1.5}')]),
+    ),
     "arguments that are no JSON": (
         said("x", calls=[call("f", "{")]),
         said("x", calls=[call("f", "{{")]),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import random
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,18 @@ from typing import Any
 import pytest
 
 import tq_fs
-from tests._proxies import FIELDS, Slow, World, template, user, wait_until, world
+from tests._proxies import (
+    FIELDS,
+    Message,
+    Slow,
+    World,
+    check_tensors,
+    template,
+    together,
+    user,
+    wait_until,
+    world,
+)
 from tq_fs.errors import InvalidConfig
 from tq_fs.proxy import ProxySettings
 from tq_fs.proxy._app import create_app
@@ -151,6 +166,82 @@ def test_a_session_that_cannot_be_swept_does_not_keep_the_others(
         clock.now = 600
         wait_until(lambda: w.entry("later") is None)
         assert "cannot be discarded: a fault of ours" in caplog.text
+
+
+# ---------------------------------------------------------------- all at once
+
+
+@pytest.mark.parametrize("mode", ["tito", "snapshot"])
+def test_whatever_comes_at_once_leaves_nothing_behind(tmp_path: Path, mode: str) -> None:
+    """Requests, clients that go away, pauses, finalizes and discards of the same few sessions."""
+    with world(tmp_path, mode=mode, engine={"token_s": 0.002}) as w:
+        assert together([Rabble(w, seed).run for seed in range(8)]) == [None] * 8
+        w.client.resume()
+        w.quiet(seconds=20)
+        inside = w.inside
+        engine = inside.turns._parts.engine
+        left = (inside.gate.running, inside.gate.waiting, engine.running, engine.room.used_bytes)
+        assert left == (0, 0, 0, 0)
+        for entry in inside.sessions._open.values():
+            live = entry.opening.result()
+            assert not live.conversation._claims
+            history = live.conversation._history
+            assert all(record.index in history for record in live.session.records)
+        for name in SESSIONS:
+            if w.entry(name) is not None:
+                w.client.finalize(name)
+        segments = w.client.read()
+        check_tensors(w, segments)
+        kept = inside.sessions.kept._entries.values()
+        assert w.steps_on_disk() == sum(entry.answer.steps for entry in kept) > 10
+        w.client.release(segments)
+        assert w.steps_on_disk() == 0
+
+
+SESSIONS = ("a", "b")
+
+
+class Rabble:
+    """A client without manners."""
+
+    def __init__(self, w: World, seed: int) -> None:
+        self._world = w
+        self._random = random.Random(seed)
+        self._said: list[Message] = []
+
+    def run(self) -> None:
+        for _ in range(40):
+            call = self._random.choices(
+                (self.ask, self.leave, self.end, self.pause), weights=(10, 8, 1, 1)
+            )[0]
+            call(self._random.choice(SESSIONS))
+
+    def ask(self, session_id: str) -> None:
+        messages = [*self._said, user(self._random.choice("?!"))]
+        named = turn(self._random.choice("xyz")) if self._random.random() < 0.3 else {}
+        answer = self._world.chat(session_id, messages, **named)
+        assert answer.status in (200, 400, 409), answer.body
+        said = answer.json["choices"][0]["message"] if answer.status == 200 else None
+        self._said = [*messages, said][-8:] if said else []
+
+    def leave(self, session_id: str) -> None:
+        body = json.dumps({"messages": [*self._said, user("?")], "max_tokens": 6})
+        head = f"Host: a\r\nX-Session-Id: {session_id}\r\nContent-Length: {len(body)}\r\n\r\n"
+        port = int(self._world.proxy.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{body}".encode())
+            time.sleep(self._random.random() * 0.04)
+
+    def end(self, session_id: str) -> None:
+        how = self._random.choice(("finalize", "finalize", "discard"))
+        body = {"session_id": session_id, "abort": self._random.random() < 0.7}
+        answer = self._world.send("POST", f"/session/{how}", body)
+        assert answer.status in (200, 404, 409), answer.body
+
+    def pause(self, _: str) -> None:
+        assert self._world.send("POST", "/v1/rollout/pause", {}).status in (200, 409)
+        self._world.engine.version = str(self._random.randrange(3))
+        self._world.client.resume()
 
 
 # ---------------------------------------------------------------- the start

@@ -9,7 +9,8 @@ part of a message                   in the normal form
 None, empty text, empty lists       left out
 ``refusal``, ``annotations`` …      left out; of an assistant's message all but what it says
 ids of tool calls                   left out, here and in a tool's answer
-``arguments`` of a tool call        the JSON they are, where they are JSON, else their text
+``arguments`` of a tool call        the JSON they are, where they are JSON, else their text; a
+                                    whole number is one also where it is written as 1.0
 text parts of a content             their text, put together; other parts stay as they are
 ==================================  =============================================================
 """
@@ -98,10 +99,20 @@ def _call(call: Any) -> Any:
         return call
     arguments = function.get("arguments")
     try:
-        meant = ["json", json.loads(arguments) if isinstance(arguments, str) else arguments]
+        meant = ["json", _json(arguments) if isinstance(arguments, str) else arguments]
     except (ValueError, RecursionError):
         meant = ["text", arguments]
     return [function.get("name"), meant]
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_float=_number)
+
+
+def _number(text: str) -> float | int:
+    """Return 1 for 1.0, which is what a client in JavaScript sends back for it."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 _FORMS = {"content": _text_of_parts, "tool_calls": _calls}
