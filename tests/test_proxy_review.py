@@ -183,6 +183,7 @@ def test_whatever_comes_at_once_leaves_nothing_behind(tmp_path: Path, mode: str)
         left = (inside.gate.running, inside.gate.waiting, engine.running, engine.room.used_bytes)
         assert left == (0, 0, 0, 0)
         for entry in inside.sessions._open.values():
+            assert entry.opening is not None
             live = entry.opening.result()
             assert not live.conversation._claims
             history = live.conversation._history
