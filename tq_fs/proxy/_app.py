@@ -22,7 +22,8 @@ from tq_fs.errors import TqFsError, Unauthorized
 from tq_fs.ingest import RoutingCheck
 from tq_fs.metrics import Metrics
 from tq_fs.proxy._attended import GONE, BrokenOff
-from tq_fs.proxy._engine import SglangEngine, checked_urls
+from tq_fs.proxy._connections import checked_urls
+from tq_fs.proxy._engine import SglangEngine
 from tq_fs.proxy._errors import RETRY_AFTER_S, error_body, plain_error, status_of
 from tq_fs.proxy._gate import Gate
 from tq_fs.proxy._openapi import describe

@@ -15,14 +15,11 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from time import perf_counter
 from typing import ParamSpec, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from tq_fs.errors import (
-    InvalidConfig,
     InvalidRequest,
-    ReplyInvalid,
     TqFsError,
     UpstreamTimeout,
     UpstreamUnavailable,
@@ -30,21 +27,14 @@ from tq_fs.errors import (
 from tq_fs.ingest import Asked, GenerateReply, ReplyParser
 from tq_fs.metrics import Metrics, Sample
 from tq_fs.placement import rank
+from tq_fs.proxy._connections import checked_urls, client_session
 from tq_fs.proxy._refusals import check_status, mapped
 from tq_fs.proxy._room import Lease, Room
-from tq_fs.proxy._wanted import Wanted, largest_reply, request_body
+from tq_fs.proxy._wanted import Wanted, checked_length, request_body, too_large
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-# Of a body, before it is parsed; its socket is read 256 KiB at a time, and no more than that lies
-# there too. Larger pieces take as much processor time, and hold up the loop longer (measured with 8
-# replies of 3.6 MB at once, from 64 KiB to 4 MiB).
-PIECE_BYTES = 64 * 1024
-# Less than a server keeps idle connections for (uvicorn: 5 s), so that none closes under a request.
-_KEEP_ALIVE_S = 2.0
-_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 
 
 class SglangEngine:
@@ -88,7 +78,7 @@ class SglangEngine:
         self._timeout_s = timeout_s
         self._connect_s, self._abort_s = connect_s, abort_s
         self._pool = pool
-        self._headers = {**(headers or {}), **_HEADERS}
+        self._headers = dict(headers or {})
         self._metrics = metrics
         self._running: dict[str, str] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -154,7 +144,7 @@ class SglangEngine:
                 ) as response,
             ):
                 await check_status(response, url)
-                nbytes = _checked_length(response, asked, self.room.limit_bytes)
+                nbytes = checked_length(response.content_length, asked, self.room.limit_bytes)
                 with _stopped(scope):
                     await lease.take(nbytes)
                 return await self._parsed(response.content, asked, nbytes)
@@ -168,7 +158,7 @@ class SglangEngine:
         while piece := await content.readany():
             taken += len(piece)
             if taken > most_bytes:
-                raise _too_large(asked, taken, most_bytes)
+                raise too_large(asked, taken, most_bytes)
             if content.at_eof():
                 return await self.in_pool(_ended, parser, piece)
             await self.in_pool(parser.feed, piece)
@@ -248,14 +238,7 @@ class SglangEngine:
         if self._closed:
             raise UpstreamUnavailable("was closed", subject="the engine's client")
         if self._made is None:  # in the event loop, which the constructor need not have
-            self._made = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
-                headers=self._headers,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-                read_bufsize=PIECE_BYTES,
-            )
+            self._made = client_session(self._headers, self._connect_s)
         return self._made
 
     async def close(self) -> None:
@@ -302,49 +285,3 @@ def _stopped(scope: asyncio.Timeout) -> Iterator[None]:
     scope.reschedule(None)
     yield
     scope.reschedule(until + clock() - since)
-
-
-def _checked_length(response: aiohttp.ClientResponse, asked: Asked, limit_bytes: int) -> int:
-    """Return how many bytes a body will take: as it says, else as many as it may have."""
-    largest, declared = largest_reply(asked), response.content_length
-    if declared is None:
-        return min(largest, limit_bytes)
-    if declared > largest:
-        raise _too_large(asked, declared, largest)
-    return declared
-
-
-def _too_large(asked: Asked, nbytes: int, most_bytes: int) -> ReplyInvalid:
-    return asked.invalid(
-        f"{nbytes} bytes or more, where {most_bytes} were expected at most",
-        remedy="check layers and topk against the model that the engine serves, and reply_bytes",
-    )
-
-
-def checked_urls(urls: Sequence[str]) -> tuple[str, ...]:
-    """Return base URLs without a slash at their ends, each once.
-
-    Raises
-    ------
-    InvalidConfig
-        None, or one that is no base URL.
-    """
-    if isinstance(urls, str) or not urls:
-        raise InvalidConfig(
-            "names no engine", subject="urls", remedy="give a list of base URLs of engines"
-        )
-    for url in urls:
-        if not _is_base(url):
-            raise InvalidConfig(
-                "is no base URL of an engine", subject=url, remedy="such as http://10.0.0.7:30000"
-            )
-    return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
-
-
-def _is_base(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:  # brackets that do not close, or a port that is none
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tq_fs.errors import ReplyInvalid
 from tq_fs.fields import FieldSpec
 from tq_fs.ingest import Asked
 
@@ -111,4 +112,35 @@ def largest_reply(asked: Asked) -> int:
         + _PROMPT_BYTES * asked.prompt_tokens
         + _OUTPUT_BYTES * asked.most_tokens
         + _REST_BYTES
+    )
+
+
+def checked_length(declared: int | None, asked: Asked, limit_bytes: int) -> int:
+    """Return how many bytes a body may take: as it says, else as many as a reply may have.
+
+    Parameters
+    ----------
+    declared
+        Its ``Content-Length``, if it has one.
+    limit_bytes
+        Of all replies together; bounds those that do not say.
+
+    Raises
+    ------
+    ReplyInvalid
+        It says more than a reply may have.
+    """
+    largest = largest_reply(asked)
+    if declared is None:
+        return min(largest, limit_bytes)
+    if declared > largest:
+        raise too_large(asked, declared, largest)
+    return declared
+
+
+def too_large(asked: Asked, nbytes: int, most_bytes: int) -> ReplyInvalid:
+    """Return the error of a body that is longer than it may be."""
+    return asked.invalid(
+        f"{nbytes} bytes or more, where {most_bytes} were expected at most",
+        remedy="check layers and topk against the model that the engine serves, and reply_bytes",
     )
