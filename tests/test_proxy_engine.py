@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -410,6 +411,21 @@ async def test_time_in_which_a_reply_waits_for_room_is_not_the_engines() -> None
         with pytest.raises(UpstreamTimeout):
             await asking
         assert time.monotonic() - since > 0.6
+
+
+@in_loop
+async def test_a_lease_holds_no_more_than_came_where_the_length_was_not_told() -> None:
+    """Else the largest reply that might have come holds up others until it is recorded."""
+    entries = [[-0.5, 7, None]] * 8
+    said = {"weight_version": "1", "finish_reason": {"type": "length"}}
+    told = {"output_ids": [7] * 8, "meta_info": {**said, "output_token_logprobs": entries}}
+    body = json.dumps(told).encode()
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    talk = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+    async with raw_server(talk) as url, upstream(url) as engine:
+        with engine.room.lease() as lease:
+            await engine.generate(wanted(routing=None), lease=lease)
+            assert lease.held_bytes == engine.room.used_bytes == len(body)
 
 
 @in_loop

@@ -193,8 +193,8 @@ def test_whatever_comes_at_once_leaves_nothing_behind(tmp_path: Path, mode: str)
                 w.client.finalize(name)
         segments = w.client.read()
         check_tensors(w, segments)
-        kept = inside.sessions.kept._entries.values()
-        steps = sum(entry.answer.steps for entry in kept if entry.answer is not None)
+        answers = [entry.answer for entry in inside.sessions.kept._entries.values()]
+        steps = sum(answer.steps for answer in answers if answer is not None)
         assert w.steps_on_disk() == steps > 10
         w.client.release(segments)
         assert w.steps_on_disk() == 0

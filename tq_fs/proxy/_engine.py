@@ -145,14 +145,23 @@ class SglangEngine:
             ):
                 await check_status(response, url)
                 nbytes = checked_length(response.content_length, asked, self.room.limit_bytes)
+                before = lease.held_bytes
                 with _stopped(scope):
                     await lease.take(nbytes)
-                return await self._parsed(response.content, asked, nbytes)
+                reply, taken = await self._parsed(response.content, asked, nbytes)
+                lease.keep(before + taken)  # less, where the length was not told
+                return reply
 
     async def _parsed(
         self, content: aiohttp.StreamReader, asked: Asked, most_bytes: int
-    ) -> GenerateReply:
-        """Parse a body as it comes, each piece in the pool, where the last one also ends it."""
+    ) -> tuple[GenerateReply, int]:
+        """Parse a body as it comes, each piece in the pool, where the last one also ends it.
+
+        Returns
+        -------
+        GenerateReply, int
+            And the bytes of the body.
+        """
         parser = ReplyParser(asked)
         taken = 0
         while piece := await content.readany():
@@ -160,9 +169,9 @@ class SglangEngine:
             if taken > most_bytes:
                 raise too_large(asked, taken, most_bytes)
             if content.at_eof():
-                return await self.in_pool(_ended, parser, piece)
+                return await self.in_pool(_ended, parser, piece), taken
             await self.in_pool(parser.feed, piece)
-        return await self.in_pool(parser.close)
+        return await self.in_pool(parser.close), taken
 
     async def in_pool(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run `call` in a thread of the pool, off the event loop."""
