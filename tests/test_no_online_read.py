@@ -17,6 +17,7 @@ import pytest
 
 import tq_fs
 from tests._fault_proxy import Message, error_answer
+from tests._proxies import TOOL, user, world
 from tests._rollouts import (
     FIELDS,
     VIEWS,
@@ -198,3 +199,26 @@ def hold_to_one_version(store: tq_fs.Store, mode: Mode) -> None:
     with pytest.raises(VersionSpan):
         session.branch(0, [1], [2], version="2", **values)
     assert store.release(session.finalize(views=VIEWS)) == 1
+
+
+@pytest.mark.parametrize("mode", ["tito", "snapshot"])
+def test_the_proxy_reads_no_step(tmp_path: Path, mode: Mode) -> None:
+    with blind_folder(tmp_path) as (_, asked), world(tmp_path, mode=mode, views=VIEWS) as w:
+        said = w.play("s", turns=3)
+        for messages in (said[:-1], [*said[:-3], user("or this")], [user("in short")]):
+            assert w.chat("s", messages).status == 200
+        assert w.chat("s", [*said, user("and")], tools=[TOOL]).status == 200
+        w.engine.fault("abort", after=2)  # goes on by itself, under other weights
+        w.engine.version = "1"
+        assert w.chat("s", [*said, user("more")]).status == 200
+        assert {r.kind for r in w.store_records("s")} == {"create", "append", "branch", "boundary"}
+        w.play("given up")
+        w.client.discard("given up")
+        w.client.finalize("s")
+        segments = w.client.read(["s"])
+        assert asked == []
+        with pytest.raises(StorageDenied):
+            w.store.hydrate(segments)
+        assert asked
+        w.client.release(segments)
+        assert w.steps_on_disk() == 0
