@@ -584,9 +584,11 @@ def test_a_release_is_held_until_the_checkpoint_is_saved_also_over_a_restart(two
         for rollout_id, ref in enumerate(refs):
             assert store.release([ref], rollout_id=rollout_id) == 0
         assert list(store.unreleased()) == []  # nothing is left to train on …
+        assert list(store.unreleased(held=True)) == refs
         assert_batch(store.hydrate(refs), [w for _, want in recorded for w in want])  # … yet
         assert store.checkpoint_saved(0) == 3
         two.restart_controller()
+        assert list(store.unreleased("train", held=True)) == refs[1:]
         assert_batch(store.hydrate(refs[1:]), [w for _, want in recorded[1:] for w in want])
         assert store.checkpoint_saved(2) == 6
         assert store.checkpoint_saved(2) == 0
@@ -606,6 +608,9 @@ def test_a_held_release_of_one_consumer_waits_for_the_other(tmp_path: Path) -> N
         assert_batch(store.hydrate(segments), want)
         assert store.release(segments, "eval", rollout_id=8) == 0
     with open_store(tmp_path, FIELDS) as store:
+        assert list(store.unreleased()) == []
+        assert list(store.unreleased("train", held=True)) == []  # 7 is past 5
+        assert list(store.unreleased("eval", held=True)) == refs_of(segments)
         assert_batch(store.hydrate(segments), want)
         assert store.checkpoint_saved(7) == 0
         assert store.checkpoint_saved(8) == 3

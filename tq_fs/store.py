@@ -275,7 +275,7 @@ class Store:
         )
 
     def unreleased(
-        self, consumer: str | None = None, *, partition: str | None = None
+        self, consumer: str | None = None, *, partition: str | None = None, held: bool = False
     ) -> Iterator[str]:
         """Yield the references of finalized Segments that are still to be released.
 
@@ -285,11 +285,14 @@ class Store:
             By this consumer; None for any.
         partition
             Only of this partition.
+        held
+            Also those whose release waits for :meth:`checkpoint_saved`: what a run that resumes
+            from an earlier checkpoint has to train on again.
         """
         self._check_open()
         if self._controller is None:
             return iter(())
-        return self._controller.unreleased(consumer, partition)
+        return self._controller.unreleased(consumer, partition, held=held)
 
     def release(
         self,

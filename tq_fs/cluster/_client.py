@@ -56,7 +56,7 @@ class Calls(Protocol):
     def release(self, refs: Sequence[str], consumer: str, rollout_id: int | None) -> int: ...
     def checkpoint_saved(self, rollout_id: int) -> int: ...
     def unreleased(
-        self, consumer: str | None, partition: str | None, after: str
+        self, consumer: str | None, partition: str | None, after: str, held: bool
     ) -> tuple[list[str], bool]: ...
     def renew(
         self, holder: str, consumers: Sequence[str], paths: Sequence[str] | None
@@ -314,12 +314,12 @@ class ControllerClient:
         return document.closed()
 
     def unreleased(
-        self, consumer: str | None = None, partition: str | None = None
+        self, consumer: str | None = None, partition: str | None = None, *, held: bool = False
     ) -> Iterator[str]:
         """Yield the references that a consumer, or any consumer, has still to release."""
         after, last = "", False
         while not last:
-            refs, last = self._calls.unreleased(consumer, partition, after)
+            refs, last = self._calls.unreleased(consumer, partition, after, held)
             yield from refs
             after = refs[-1] if refs else after
 

@@ -326,7 +326,7 @@ class ClusterController:
         return self.controller.checkpoint_saved(rollout_id)
 
     def unreleased(
-        self, consumer: str | None, partition: str | None, after: str
+        self, consumer: str | None, partition: str | None, after: str, held: bool
     ) -> tuple[list[str], bool]:
         """Return some of the references that are still to be released, and whether that is all.
 
@@ -334,8 +334,10 @@ class ClusterController:
         ----------
         after
             The last reference of the call before; empty for the first.
+        held
+            Also those whose release waits for a checkpoint.
         """
-        return self.controller.some_unreleased(consumer, partition, after, _PAGE)
+        return self.controller.some_unreleased(consumer, partition, after, _PAGE, held=held)
 
     def renew(
         self, holder: str, consumers: Sequence[str], paths: Sequence[str] | None

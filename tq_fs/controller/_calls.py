@@ -29,7 +29,7 @@ class ControllerCalls(Protocol):
         """Return what references stand for, in their order."""
 
     def unreleased(
-        self, consumer: str | None = None, partition: str | None = None
+        self, consumer: str | None = None, partition: str | None = None, *, held: bool = False
     ) -> Iterator[str]:
         """Yield the references that a consumer, or any consumer, has still to release."""
 

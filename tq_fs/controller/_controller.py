@@ -302,13 +302,22 @@ class Controller:
         return [self._catalog.resolve(SegmentRef.parse(ref)) for ref in refs]
 
     def unreleased(
-        self, consumer: str | None = None, partition: str | None = None
+        self, consumer: str | None = None, partition: str | None = None, *, held: bool = False
     ) -> Iterator[str]:
-        """Yield the references that a consumer, or any consumer, has still to release."""
-        return self._releases.pending(consumer, partition)
+        """Yield the references that a consumer, or any consumer, has still to release.
+
+        With `held`, those too whose release waits for a checkpoint.
+        """
+        return self._releases.pending(consumer, partition, held=held)
 
     def some_unreleased(
-        self, consumer: str | None, partition: str | None, after: str, limit: int
+        self,
+        consumer: str | None,
+        partition: str | None,
+        after: str,
+        limit: int,
+        *,
+        held: bool = False,
     ) -> tuple[list[str], bool]:
         """Return references as :meth:`unreleased` does, in parts, and whether they were the last.
 
@@ -320,7 +329,7 @@ class Controller:
             References at most, but all of a session's that begins within.
         """
         last = SegmentRef.parse(after).incarnation if after else None
-        return self._releases.some_pending(consumer, partition, last, limit)
+        return self._releases.some_pending(consumer, partition, last, limit, held=held)
 
     def count(self) -> int:
         """Return how many sessions there are of which something is needed."""

@@ -103,14 +103,25 @@ class Releases:
         with self._lock:
             return list(self._released)
 
-    def pending(self, consumer: str | None, partition: str | None) -> Iterator[str]:
-        """Yield the references that a consumer, or any, has neither released nor holds."""
+    def pending(
+        self, consumer: str | None, partition: str | None, *, held: bool = False
+    ) -> Iterator[str]:
+        """Yield the references that a consumer, or any, has not released.
+
+        With `held`, those too whose release waits for a checkpoint.
+        """
         for incarnation in self.known():
             if partition in (None, incarnation.partition):
-                yield from self._pending(incarnation, consumer)
+                yield from self._pending(incarnation, consumer, held)
 
     def some_pending(
-        self, consumer: str | None, partition: str | None, after: Incarnation | None, limit: int
+        self,
+        consumer: str | None,
+        partition: str | None,
+        after: Incarnation | None,
+        limit: int,
+        *,
+        held: bool = False,
     ) -> tuple[list[str], bool]:
         """Return references of sessions behind `after`, in the order of their ids."""
         found: list[str] = []
@@ -121,17 +132,19 @@ class Releases:
             if len(found) >= limit:
                 return found, False
             if partition in (None, incarnation.partition):
-                found += self._pending(incarnation, consumer)
+                found += self._pending(incarnation, consumer, held)
         return found, True
 
-    def _pending(self, incarnation: Incarnation, consumer: str | None) -> Iterator[str]:
+    def _pending(
+        self, incarnation: Incarnation, consumer: str | None, held: bool
+    ) -> Iterator[str]:
         manifest = self._catalog.manifest(incarnation)
         with self._lock:
             released = self._released.get(incarnation)
-            held = self._held.get(incarnation, {})
+            waiting = {} if held else self._held.get(incarnation, {})
         if manifest is None or released is None:
             return  # released while we were counting
-        done = {c: names.union(*held.get(c, {}).values()) for c, names in released.items()}
+        done = {c: names.union(*waiting.get(c, {}).values()) for c, names in released.items()}
         for segment in manifest.segments:
             if is_pending(segment, done, consumer):
                 yield str(manifest.ref(segment))
