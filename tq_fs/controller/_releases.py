@@ -135,9 +135,7 @@ class Releases:
                 found += self._pending(incarnation, consumer, held)
         return found, True
 
-    def _pending(
-        self, incarnation: Incarnation, consumer: str | None, held: bool
-    ) -> Iterator[str]:
+    def _pending(self, incarnation: Incarnation, consumer: str | None, held: bool) -> Iterator[str]:
         manifest = self._catalog.manifest(incarnation)
         with self._lock:
             released = self._released.get(incarnation)
