@@ -47,6 +47,7 @@ def measured() -> bench.Measured:
             steps=400,
             tokens=800_000,
             anonymous=10 * MiB,
+            traced=9 * MiB,
             rss=11 * MiB,
             messages=2 * MiB,
         ),

@@ -251,7 +251,9 @@ def test_a_signal_ends_it_beside_a_request_that_hangs(
             assert not asked.done(), asked.result()
             time.sleep(0.01)
         assert running.end(name) == 0
-        assert isinstance(asked.exception(PATIENCE_S), errors.TqFsError)
+        error = asked.exception(PATIENCE_S)
+        assert isinstance(error, errors.ProxyUnavailable)
+        assert error.problem == "is being stopped"
 
 
 def test_a_signal_ends_it_while_it_starts_too() -> None:
@@ -316,6 +318,7 @@ def test_wrong_usage_is_told_by_the_parser(
         (["--timeout-s", "0"], "timeout_s: 0"),
         (["--max-version-span", "-1"], "max_span: -1"),
         (["--upstream", "localhost:30000"], "localhost:30000: is no base URL of an engine"),
+        (["--upstream", "http://me:secret@gpu-0:30000"], "gpu-0:30000: has a user or password"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(

@@ -13,6 +13,7 @@ import gc
 import json
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,6 +76,7 @@ def loop_of(proxy: RunningProxy) -> asyncio.AbstractEventLoop:
 def memory() -> dict[str, int]:
     """Return anonymous and resident memory [bytes] once nothing more can be given back.
 
+    Traced: what Python has allocated since ``tracemalloc`` was started, 0 before.
     Anonymous: what the process has written itself. Files that are mapped, such as libraries, are
     not in it, and so it does not change with what other processes map.
     """
@@ -82,7 +84,7 @@ def memory() -> dict[str, int]:
     time.sleep(_SETTLE_S)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    found = dict[str, int]()
+    found = {"traced": tracemalloc.get_traced_memory()[0]}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name in ("Anonymous", "Rss"):
@@ -122,6 +124,7 @@ def main(model: str, upstream: str, folder: str | None, context_length: int) -> 
             "stop": ticker.stop,
             "idle": ticker.idle,
             "memory": memory,
+            "trace": tracemalloc.start,
             "cpu": time.process_time,
         }
         answer(requests, sys.stdin, answers)

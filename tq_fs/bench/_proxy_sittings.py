@@ -20,7 +20,10 @@ earnest engine and agents are on other machines; here they run with a lower prio
   open, after garbage was collected and free memory given back (``malloc_trim``), without the bytes
   of their messages, over their tokens. As many before them, which stay open too, are not
   counted: buffers, pools and the allocator's arenas are as large as they get after some hundred
-  thousand tokens. Messages are counted as CPython has them, a dict and its strings, each once.
+  thousand tokens. What those hold free may be used again, so that growth can be less than what the
+  sessions take; of one more set, Python therefore counts its allocations (``tracemalloc``), and
+  the larger figure is told. Messages are counted as CPython has them, a dict and its strings, each
+  once.
 """
 
 from __future__ import annotations
@@ -109,6 +112,8 @@ class Resident(NamedTuple):
         What was counted.
     anonymous, rss
         Growth of the Proxy's memory over that [bytes].
+    traced
+        Growth of what Python has allocated, over as many sessions [bytes].
     messages
         Bytes of the messages among them.
     """
@@ -118,12 +123,13 @@ class Resident(NamedTuple):
     tokens: int
     anonymous: int
     rss: int
+    traced: int
     messages: int
 
     @property
     def bytes_per_token(self) -> float:
-        """Growth without messages, over tokens."""
-        return (self.anonymous - self.messages) / self.tokens
+        """Growth without messages, the larger of both kinds, over tokens."""
+        return (max(self.anonymous, self.traced) - self.messages) / self.tokens
 
 
 @contextmanager
@@ -220,14 +226,20 @@ def hold(place: Place, load: Load, *, progress: Progress) -> Resident:
         held = agents.run(load)
         after: Mapping[str, int] = child.ask("memory")
         progress()
+        child.ask("trace")
+        nothing = child.ask("memory")["traced"]
+        agents.run(load)
+        traced = child.ask("memory")["traced"] - nothing
+        progress()
     return Resident(
         sessions=len(held),
         steps=load.steps,
         tokens=sum(agent.tokens for agent in held),
         anonymous=after["anonymous"] - before["anonymous"],
         rss=after["rss"] - before["rss"],
+        traced=traced,
         messages=sum(agent.message_bytes() for agent in held),
     )
 
 
-RUNS_OF_HOLD = 2
+RUNS_OF_HOLD = 3

@@ -186,6 +186,7 @@ def figures(measured: Measured) -> dict[str, float]:
         "resident.bytes_per_token": round(resident.bytes_per_token, 2),
         "resident.growth_mib": round(resident.anonymous / MiB, 2),
         "resident.rss_growth_mib": round(resident.rss / MiB, 2),
+        "resident.traced_mib": round(resident.traced / MiB, 2),
         "resident.messages_mib": round(resident.messages / MiB, 2),
         "resident.tokens": resident.tokens,
         "resident.sessions": resident.sessions,
@@ -242,7 +243,8 @@ def show(bench: ProxyBench, measured: Measured, console: Console) -> None:
     console.print(
         f"event loop without load: {found['loop_stall.idle_ms']:.2f} ms late at the 99.9th "
         f"percentile; memory of {measured.resident.sessions} open sessions with "
-        f"{measured.resident.tokens:,} tokens: {found['resident.growth_mib']:.1f} MiB, of which "
+        f"{measured.resident.tokens:,} tokens: {found['resident.growth_mib']:.1f} MiB, by Python's "
+        f"count {found['resident.traced_mib']:.1f}, of which "
         f"messages {found['resident.messages_mib']:.1f}"
     )
     console.print(targets_table(TARGETS, found))

@@ -55,6 +55,12 @@ def checked_urls(urls: Sequence[str]) -> tuple[str, ...]:
             raise InvalidConfig(
                 "is no base URL of an engine", subject=url, remedy="such as http://10.0.0.7:30000"
             )
+        if "@" in urlsplit(url).netloc:
+            raise InvalidConfig(
+                "has a user or password, which would stand in log lines and metrics",
+                subject=url.rpartition("@")[2],
+                remedy="leave it out, and let what stands before the engine know this host",
+            )
     return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
 
 

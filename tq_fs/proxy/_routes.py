@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from tq_fs.errors import SessionClosed
 from tq_fs.metrics import TEXT_TYPE, Metrics, exposition
 from tq_fs.proxy import _wire as wire
 from tq_fs.proxy._answers import events
@@ -77,7 +78,11 @@ async def chat(proxy: Proxy, request: Request) -> Response:
     """Generate an answer, record it, and return it in OpenAI's form."""
     origin = Origin.of(request.headers)
     asked = await _body(proxy, request, decode_chat)
-    answer = await attended(request, proxy.turns.answer(asked, origin))
+    try:
+        answer = await attended(request, proxy.turns.answer(asked, origin))
+    except SessionClosed:
+        proxy.sessions.check_goes_on()  # that is why, if it does not
+        raise
     if asked.stream:
         return Response(events(answer, asked), media_type="text/event-stream")
     return _answer(answer)

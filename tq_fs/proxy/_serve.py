@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from tq_fs.errors import InvalidConfig, ProxyUnavailable
 from tq_fs.metrics import Metrics
@@ -49,7 +50,7 @@ def serve(
     """
     app = create_app(settings, store, template, metrics=metrics)
     listening = _listen(host, port)
-    server = _Server(_config(app), ready=ready, url=_url(listening))
+    server = _Server(app, ready=ready, url=_url(listening))
     with listening:
         server.run(sockets=[listening])
 
@@ -85,7 +86,7 @@ class RunningProxy:
         self._listening = _listen(host, port)
         self.url = _url(self._listening)
         self._started = threading.Event()
-        self._server = _Server(_config(self.app), ready=lambda _: self._started.set(), url=self.url)
+        self._server = _Server(self.app, ready=lambda _: self._started.set(), url=self.url)
         self._thread = threading.Thread(target=self._run, name="tq-fs-proxy", daemon=True)
 
     def __enter__(self) -> RunningProxy:
@@ -126,12 +127,17 @@ class RunningProxy:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready."""
+    """Says when it is ready; ends without waiting for what engines take."""
 
-    def __init__(self, config: Any, *, ready: Callable[[str], None] | None, url: str) -> None:
-        super().__init__(config)
+    def __init__(self, app: FastAPI, *, ready: Callable[[str], None] | None, url: str) -> None:
+        super().__init__(_config(app))
+        self._app = app
         self._ready = ready
         self._url = url
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.proxy.sessions.stop()
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -22,7 +22,14 @@ from contextlib import asynccontextmanager
 
 from msgspec import UNSET
 
-from tq_fs.errors import SessionBusy, SessionClosed, SessionMissing, TableFull, TqFsError
+from tq_fs.errors import (
+    ProxyUnavailable,
+    SessionBusy,
+    SessionClosed,
+    SessionMissing,
+    TableFull,
+    TqFsError,
+)
 from tq_fs.logs import log_context
 from tq_fs.metrics import Sample
 from tq_fs.proxy._entry import Entry, Live, seen
@@ -48,6 +55,8 @@ class Sessions:
     ----------
     kept
         Those that are finalized.
+    stopping
+        Whether the Proxy is about to end.
 
     Parameters
     ----------
@@ -81,6 +90,7 @@ class Sessions:
             partial_rollout=settings.partial_rollout, max_span=settings.max_version_span
         )
         self._open: dict[str, Entry] = {}
+        self.stopping = False
         self.kept = Kept()
 
     # ------------------------------------------------------------ requests
@@ -97,8 +107,11 @@ class Sessions:
             The session is being ended.
         TableFull
             There is no room for another session.
+        ProxyUnavailable
+            The Proxy is being stopped.
         InvalidRequest, InvalidKey
         """
+        self.check_goes_on()
         entry = self._open.get(session_id) or self._begin(session_id)
         entry.check_open()
         entry.join(instance_id)
@@ -287,6 +300,25 @@ class Sessions:
         return False
 
     # ------------------------------------------------------------ whole
+
+    def stop(self) -> None:
+        """Break off all requests but for the Steps that are being recorded; let none in."""
+        self.stopping = True
+        for entry in self._open.values():
+            for task in entry.working:
+                task.cancel()
+
+    def check_goes_on(self) -> None:
+        """Refuse a request to a Proxy that is about to end.
+
+        Raises
+        ------
+        ProxyUnavailable
+        """
+        if self.stopping:
+            raise ProxyUnavailable(
+                "is being stopped", subject="the Proxy", remedy="ask again once it is back"
+            )
 
     def samples(self) -> Iterator[Sample]:
         """Yield what :meth:`tq_fs.metrics.Metrics.watch` wants to know."""
