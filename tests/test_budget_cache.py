@@ -39,6 +39,14 @@ def blocked(*futures: Future[None]) -> bool:
     return not done
 
 
+def in_line(room: ByteBudget, count: int) -> None:
+    """Wait until so many wait for room: a thread may be long in coming."""
+    deadline = time.monotonic() + 20
+    while room.waiting != count:
+        assert time.monotonic() < deadline, f"{room.waiting} wait for room, not {count}"
+        time.sleep(0.001)
+
+
 # ---------------------------------------------------------------- budget
 
 
@@ -59,6 +67,7 @@ def test_room_is_given_in_the_order_it_is_asked_for() -> None:
     room.acquire(50)
     with ThreadPoolExecutor(2) as pool:
         large = pool.submit(room.acquire, 80)
+        in_line(room, 1)
         assert blocked(large)
         small = pool.submit(room.acquire, 10)
         assert blocked(large, small)
@@ -152,6 +161,7 @@ def test_who_gives_up_lets_those_behind_go_on() -> None:
     room.acquire(50)
     with ThreadPoolExecutor(2) as pool:
         large = pool.submit(room.acquire, 80)
+        in_line(room, 1)
         assert blocked(large)
         small = pool.submit(room.acquire, 10)
         assert isinstance(large.exception(20), BackpressureTimeout)
