@@ -1,12 +1,16 @@
-"""The S3 server that tests marked `s3` share: moto's, or MinIO's with ``--s3-server=minio``."""
+"""What tests share: the S3 server of those marked `s3`, moto's, or MinIO's with
+``--s3-server=minio``; settings of Hypothesis; logging that is put back.
+"""
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests._ways import DRIVERS, Way, way_to
@@ -18,6 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--s3-server", choices=("moto", "minio"), default="moto")
     parser.addoption("--fault-seed", type=int, help="run this one fault schedule only")
     parser.addoption("--fault-schedules", type=int, help="run the first so many fault schedules")
+
+
+# How long an example takes says more of what else the machine does than of the code.
+hypothesis.settings.register_profile("tq-fs", deadline=None)
+hypothesis.settings.load_profile("tq-fs")
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +74,14 @@ def way(shared_way: Way) -> Iterator[Way]:
     shared_way.gate.reset()
     yield shared_way
     shared_way.gate.reset()
+
+
+@pytest.fixture
+def untouched_logs() -> Iterator[None]:
+    """Put the process's logging back."""
+    root, ours = logging.getLogger(), logging.getLogger("tq_fs")
+    before = list(root.handlers), root.level, ours.level
+    yield
+    root.handlers[:], level, our_level = before
+    root.setLevel(level)
+    ours.setLevel(our_level)

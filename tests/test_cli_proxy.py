@@ -34,6 +34,8 @@ REPLAY = "--use-rollout-routing-replay"
 LAYERS, TOPK, EXPERTS = 4, 2, 16  # of the tiny model that save_tokenizer describes
 PATIENCE_S = 60
 
+pytestmark = pytest.mark.usefixtures("untouched_logs")  # some commands run in this process
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -9,7 +9,6 @@ import logging.handlers
 import queue
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -276,18 +275,7 @@ def test_the_text_form_says_the_same_before_the_message() -> None:
 # ---------------------------------------------------------------- a program's edge
 
 
-@pytest.fixture
-def untouched() -> Iterator[None]:
-    """Put the process's logging back."""
-    root, ours = logging.getLogger(), logging.getLogger("tq_fs")
-    before = list(root.handlers), root.level, ours.level
-    yield
-    root.handlers[:], level, our_level = before
-    root.setLevel(level)
-    ours.setLevel(our_level)
-
-
-@pytest.mark.usefixtures("untouched")
+@pytest.mark.usefixtures("untouched_logs")
 def test_configured_logs_are_written_once_from_their_level_on() -> None:
     old, new = io.StringIO(), io.StringIO()
     others = len(logging.getLogger().handlers)
@@ -301,7 +289,7 @@ def test_configured_logs_are_written_once_from_their_level_on() -> None:
     assert len(logging.getLogger().handlers) == others + 1
 
 
-@pytest.mark.usefixtures("untouched")
+@pytest.mark.usefixtures("untouched_logs")
 def test_an_unknown_format_or_level_is_refused_and_changes_nothing() -> None:
     before = list(logging.getLogger().handlers)
     with pytest.raises(InvalidConfig, match="json, text"):
