@@ -361,6 +361,29 @@ async def test_a_generation_behind_a_cut_one_goes_on_in_the_same_task() -> None:
     assert gate.running == 0
 
 
+@in_loop
+async def test_two_pauses_may_cut_the_same_generation() -> None:
+    gate = Gate()
+
+    async def leaves_late() -> None:
+        async with gate.pass_(nothing):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+
+    async def nothing() -> None:
+        return
+
+    task = asyncio.create_task(leaves_late())
+    await until(lambda: gate.running == 1)
+    first = asyncio.create_task(gate.pause(0.01))
+    assert await asyncio.gather(first, gate.pause(0)) == [1, 1]
+    with pytest.raises(UpstreamUnavailable, match="was cut off"):
+        await task
+    assert gate.running == 0
+
+
 async def one(gate: Gate, draw: random.Random) -> None:
     end = asyncio.Event()
 

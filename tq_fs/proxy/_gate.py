@@ -156,7 +156,7 @@ class Pass:
         self._abort = abort
         self._scope = asyncio.timeout(None)  # cancels and un-cancels the task as it should be done
         self._asking: asyncio.Task[None] | None = None
-        self._deadline_s = 0.0
+        self._is_cut, self._deadline_s = False, 0.0
         self._left: asyncio.Future[None]
 
     @property
@@ -210,5 +210,7 @@ class Pass:
             await asyncio.wait([self._left], timeout=self._gate._again_s)
 
     def _cut(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+        if self._is_cut:  # by another pause; it takes its time to leave
+            return
+        self._is_cut, self._deadline_s = True, deadline_s
         self._scope.reschedule(asyncio.get_running_loop().time())
