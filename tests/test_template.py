@@ -17,7 +17,14 @@ pytest.importorskip("transformers")
 
 from tokenizers import processors
 
-from tq_fs.demo.tokenizer import STOP_IDS, VOCAB, build_tokenizer, save_tokenizer
+from tq_fs.demo.tokenizer import (
+    MARKERS,
+    SPECIAL,
+    STOP_IDS,
+    VOCAB,
+    build_tokenizer,
+    save_tokenizer,
+)
 from tq_fs.errors import InvalidConfig, InvalidRequest
 from tq_fs.model_config import routed_experts_of_model
 from tq_fs.proxy._template import ChatTemplate
@@ -54,7 +61,8 @@ def test_text_survives_ids(text: str) -> None:
     ids = TEMPLATE.encode(text)
     assert ids.dtype == np.int32
     assert TEMPLATE.decode(ids) == text
-    assert ids.tolist() == list(text.encode())
+    if not any(special in text for special in (*SPECIAL, *MARKERS)):
+        assert ids.tolist() == list(text.encode())
 
 
 @settings(max_examples=200, deadline=None)

@@ -14,6 +14,7 @@ a later one  ``[0, prefix + output - 1)``    ``[prefix - 1, prefix + output - 1)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +83,8 @@ def join_chunks(chunks: Sequence[RolloutChunk], *, first_row: int, rows: int) ->
     Raises
     ------
     RowCountMismatch
-        A chunk has other rows than its tokens call for, or the rows that are kept leave a gap,
-        overlap, or end elsewhere.
+        A chunk has other rows than its tokens call for, the rows that are kept leave a gap,
+        overlap, or end elsewhere, or a chunk was given other tokens than those before it made.
     WidthChanged
         Rows of different shapes.
     """
@@ -101,9 +102,11 @@ def join_chunks(chunks: Sequence[RolloutChunk], *, first_row: int, rows: int) ->
             )
         parts.append(chunk.data[at - chunk.start_row :])
         at = chunk.stop_row
-    if not chunks or at != first_row + rows:
+    _check_tokens(chunks)
+    stop = min(at, chunks[-1].stop_row) if chunks else 0
+    if not chunks or stop != first_row + rows:
         raise RowCountMismatch(
-            f"rows up to {at} where {first_row + rows} are expected",
+            f"rows up to {stop} where {first_row + rows} are expected",
             subject=f"{len(chunks)} chunks",
             remedy=_REMEDY,
         )
@@ -129,6 +132,18 @@ def _check_count(chunk: RolloutChunk, about: str) -> None:
             subject=about,
             remedy=_REMEDY,
         )
+
+
+def _check_tokens(chunks: Sequence[RolloutChunk]) -> None:
+    """Refuse a chunk, with rows or without, that was given other tokens than had been made."""
+    for number, (before, chunk) in enumerate(itertools.pairwise(chunks), 1):
+        given = before.prefix_token_count + before.output_token_count
+        if chunk.prefix_token_count != given:
+            raise RowCountMismatch(
+                f"was given {chunk.prefix_token_count} tokens where {given} had been made",
+                subject=f"chunk {number}",
+                remedy=_REMEDY,
+            )
 
 
 def _joined(parts: Sequence[Array]) -> Array:
