@@ -24,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault-schedules", type=int, help="run the first so many fault schedules")
 
 
-# How long an example takes says more of what else the machine does than of the code. Each run tries
-# the same examples, so that a change is judged by itself; --hypothesis-profile=explore tries others.
+# How long an example takes says more of what else the machine does than of the code. All runs try
+# the same examples, so that a change is judged by itself: --hypothesis-profile=explore tries more.
 hypothesis.settings.register_profile("tq-fs", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("tq-fs")
