@@ -14,6 +14,7 @@ from tq_fs.planner import (
     PRESETS,
     PUBLISHED,
     Deployment,
+    Plan,
     Ranks,
     RoutedModel,
     Workload,
@@ -123,15 +124,23 @@ def _plan(arguments: argparse.Namespace) -> int:
     known = read_calibration(arguments.calibrate) if arguments.calibrate else PUBLISHED
     planned = plan(_workload(arguments), _deployment(arguments), known)
     show(planned, console)
+    try:
+        _write(planned, arguments)
+    except OSError as error:
+        raise InvalidConfig(f"cannot be written: {error}", subject=error.filename or "-") from error
+    return 0
+
+
+def _write(planned: Plan, arguments: argparse.Namespace) -> None:
     if arguments.figure:
         draw_plan(planned, arguments.figure)
-    if arguments.json:
-        text = json.dumps(planned.document(), indent=2)
-        if arguments.json == "-":
-            print(text)
-        else:
-            Path(arguments.json).write_text(text + "\n")
-    return 0
+    if not arguments.json:
+        return
+    text = json.dumps(planned.document(), indent=2)
+    if arguments.json == "-":
+        print(text)
+    else:
+        Path(arguments.json).write_text(text + "\n")
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:

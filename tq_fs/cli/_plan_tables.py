@@ -102,35 +102,42 @@ def _room(nbytes: float) -> str:
 
 def _rest(planned: Plan) -> Table:
     table = _table("Trainers and store", "", "of a node")
-    trainer, space = planned.trainer, planned.space
-    speed, s3 = planned.bandwidth, planned.requests
-    batches = planned.place.checkpoint_batches
-    seconds = planned.place
-    for row in (
-        (
-            "hydrating a whole shard, a rank",
-            size_text(trainer.shard),
-            size_text(trainer.shard_node),
-        ),
-        ("hydrating by micro-batches, a rank", size_text(trainer.rank), size_text(trainer.node)),
-        ("a rank's micro-batch", size_text(trainer.budget), ""),
-        ("its part of one sample", size_text(trainer.sample), ""),
-        (
-            f"NVMe, {batches} batches until a checkpoint",
-            size_text(space.total),
-            size_text(space.node),
-        ),
-        ("the same in tito mode", size_text(space.tito), ""),
-        ("the same in snapshot mode", size_text(space.snapshot), ""),
-        (f"written in {seconds.rollout_s:g} s", _speed(speed.write), _speed(speed.write_node)),
-        (f"read in {seconds.train_s:g} s", _speed(speed.read), _speed(speed.read_node)),
-        ("S3 requests of a batch: PUT", f"{s3.put:,}", ""),
-        ("GET, without a cache", f"{s3.get:,}", ""),
-        ("LIST", f"{s3.list:,}", ""),
-        ("objects, deleted later", f"{s3.objects:,}", ""),
-    ):
+    for row in (*_trainers(planned), *_space(planned), *_requests(planned)):
         table.add_row(*row)
     return table
+
+
+def _trainers(planned: Plan) -> list[tuple[str, ...]]:
+    trainer = planned.trainer
+    whole = (size_text(trainer.shard), size_text(trainer.shard_node))
+    return [
+        ("hydrating a whole shard, a rank", *whole),
+        ("hydrating by micro-batches, a rank", size_text(trainer.rank), size_text(trainer.node)),
+        ("a rank's micro-batch", size_text(trainer.budget)),
+        ("its part of one sample", size_text(trainer.sample)),
+    ]
+
+
+def _space(planned: Plan) -> list[tuple[str, ...]]:
+    space, speed, place = planned.space, planned.bandwidth, planned.place
+    kept = f"NVMe until a checkpoint, batches: {place.checkpoint_batches:,}"
+    return [
+        (kept, size_text(space.total), size_text(space.node)),
+        ("the same in tito mode", size_text(space.tito)),
+        ("the same in snapshot mode", size_text(space.snapshot)),
+        (f"written in {place.rollout_s:g} s", _speed(speed.write), _speed(speed.write_node)),
+        (f"read in {place.train_s:g} s", _speed(speed.read), _speed(speed.read_node)),
+    ]
+
+
+def _requests(planned: Plan) -> list[tuple[str, ...]]:
+    s3 = planned.requests
+    return [
+        ("S3 requests of a batch: PUT", f"{s3.put:,}"),
+        ("GET, without a cache", f"{s3.get:,}"),
+        ("LIST", f"{s3.list:,}"),
+        ("objects, deleted later", f"{s3.objects:,}"),
+    ]
 
 
 def _speed(per_second: float) -> str:

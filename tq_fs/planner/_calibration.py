@@ -181,10 +181,10 @@ def _peaks(document: Mapping[str, Any], path: str, name: str) -> Peaks | None:
 
 
 def _entry(document: Mapping[str, Any], group: str, path: str) -> Any:
+    """Return ``GROUP.PATH`` of a flat document, or of a nested one; None where it is absent."""
     nested = document.get(group)
-    return document.get(
-        f"{group}.{path}", nested.get(path) if isinstance(nested, Mapping) else None
-    )
+    inner = nested.get(path) if isinstance(nested, Mapping) else None
+    return document.get(f"{group}.{path}", inner)
 
 
 def _sizes(values: Mapping[str, Any], subject: str) -> dict[str, float]:

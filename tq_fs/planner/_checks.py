@@ -47,10 +47,10 @@ def _check_layers(work: Workload, ranks: Ranks) -> None:
 
 def _check_ranks(work: Workload, place: Deployment) -> None:
     ranks, gpus = place.ranks, place.nodes * place.gpus
-    one = ranks.tensor * ranks.pipeline * ranks.context
-    if one * max(1, ranks.data) > gpus:
+    needed = ranks.share * max(1, ranks.data)
+    if needed > gpus:
         raise InvalidConfig(
-            f"{one * max(1, ranks.data):,} ranks on {gpus:,} GPUs",
+            f"{needed:,} ranks on {gpus:,} GPUs",
             subject="parallel",
             remedy="use more nodes, or smaller parallel sizes",
         )

@@ -36,6 +36,11 @@ class Ranks:
         if self.data < 0:
             raise InvalidConfig(f"{self.data} is below 0", subject="parallel data")
 
+    @property
+    def share(self) -> int:
+        """Ranks that train on the same samples."""
+        return self.tensor * self.pipeline * self.context
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
@@ -102,13 +107,9 @@ class Deployment:
     @property
     def data(self) -> int:
         """Shards of the samples."""
-        ranks = self.ranks
-        return ranks.data or self.nodes * self.gpus // (
-            ranks.tensor * ranks.pipeline * ranks.context
-        )
+        return self.ranks.data or self.nodes * self.gpus // self.ranks.share
 
     @property
     def node_ranks(self) -> int:
         """Trainer ranks of a node that is full of them, at most one a GPU."""
-        ranks = self.ranks
-        return min(self.gpus, self.data * ranks.tensor * ranks.pipeline * ranks.context)
+        return min(self.gpus, self.data * self.ranks.share)

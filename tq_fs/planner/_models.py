@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tq_fs.errors import InvalidConfig
 from tq_fs.fields import NARROW_TYPES, narrowest
+from tq_fs.planner._sizes import at_least_one
 
 TYPE_BYTES = {"uint8": 1, "uint16": 2, "int32": 4}
 
@@ -32,8 +33,7 @@ class RoutedModel:
     def __post_init__(self) -> None:
         """Refuse models that cannot be."""
         for name in ("layers", "topk", "experts"):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(f"{getattr(self, name)} is not at least 1", subject=name)
+            at_least_one(name, getattr(self, name))
         if self.topk > self.experts:
             raise InvalidConfig(
                 f"a token cannot go to {self.topk} of {self.experts} experts",
@@ -62,7 +62,7 @@ class RoutedModel:
             raise InvalidConfig(
                 f"{asked!r} is no stored type",
                 subject="stored",
-                remedy="uint8, uint16, int32, auto",
+                remedy="choose uint8, uint16, int32 or auto",
             )
         if not self.fits(asked):
             raise InvalidConfig(

@@ -11,6 +11,7 @@ KiB = 1024
 MiB = 1024**2
 GiB = 1024**3
 TiB = 1024**4
+MOST = 10**18
 
 _NUMBER = r"(\d+(?:\.\d+)?(?:e\d+)?)"
 _COUNT = re.compile(rf"{_NUMBER}\s*([km]?)", re.IGNORECASE)
@@ -64,12 +65,14 @@ def size_text(nbytes: float) -> str:
 
 
 def at_least_one(name: str, value: int) -> None:
-    """Refuse less than one of something."""
+    """Refuse less than one of something, and more than there can be."""
     if value < 1:
         raise InvalidConfig(f"{value} is not at least 1", subject=name)
+    if value > MOST:
+        raise InvalidConfig(f"{value} is more than {MOST:.0e}", subject=name)
 
 
 def above_zero(name: str, value: float) -> None:
-    """Refuse what is not a number above zero."""
-    if not (math.isfinite(value) and value > 0):
-        raise InvalidConfig(f"{value} is not above 0", subject=name)
+    """Refuse what is not a number above zero, or so near to it that nothing can be divided by it."""
+    if not 1 / MOST <= value <= MOST:
+        raise InvalidConfig(f"{value} is not above 0, or not below {MOST:.0e}", subject=name)

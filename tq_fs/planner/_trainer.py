@@ -46,7 +46,8 @@ class Hydration:
 
 def hydration(work: Workload, place: Deployment) -> Hydration:
     """Plan the memory of trainers."""
-    shard = (work.r3_bytes("int32") + work.tokens * LOGPROB_BYTES) / place.data
+    shards = min(place.data, work.trajectories * work.segments)  # a Segment is not cut for them
+    shard = (work.r3_bytes("int32") + work.tokens * LOGPROB_BYTES) / shards
     sample = sample_bytes(work, place)
     budget = place.micro_batch_bytes or max(LEAST_BUDGET_BYTES, sample)
     rank = BLOCKS * budget + CACHE_BYTES
