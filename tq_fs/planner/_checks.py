@@ -37,7 +37,7 @@ def check_together(work: Workload, place: Deployment) -> None:
 def _check_layers(work: Workload, ranks: Ranks) -> None:
     layers = work.model.layers
     if layers % ranks.pipeline:
-        fit = [str(n) for n in range(1, layers + 1) if layers % n == 0]
+        fit = [str(n) for n in range(1, min(layers, 1000) + 1) if layers % n == 0]
         raise InvalidConfig(
             f"{layers} recorded layers in {ranks.pipeline} equal stages",
             subject="parallel pipeline",

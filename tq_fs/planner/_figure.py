@@ -20,6 +20,7 @@ STYLES = {
     "transfer_queue": ("#E69F00", "queue in memory"),
     "tq_fs": ("#0072B2", "tq-fs"),
 }
+BOUNDED = ("transfer_queue", "tq_fs")  # drawn again, on a scale of their own
 INK = "#444444"
 
 
@@ -37,12 +38,16 @@ def draw_plan(planned: Plan, path: Path) -> None:
         raise DependencyMissing(
             "matplotlib is not installed", subject="figure", remedy="pip install 'tq-fs[demo]'"
         ) from error
-    figure = Figure(figsize=(9.0, 5.0), layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(11.0, 5.0), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for name in PATHS:
-        _line(axes, planned, name)
-    _limit(axes, planned)
-    _dress(axes, planned)
+        _line(left, planned, name)
+    for name in BOUNDED:
+        _line(right, planned, name)
+    _limit(left, planned)
+    _dress(left, planned, "all paths")
+    _dress(right, planned, "without the centralized one")
+    figure.suptitle(_title(planned), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=150)
 
@@ -87,17 +92,20 @@ def _limit(axes: Axes, planned: Plan) -> None:
     )
 
 
-def _dress(axes: Axes, planned: Plan) -> None:
+def _title(planned: Plan) -> str:
     work, place = planned.work, planned.place
-    axes.set_title(
+    return (
         f"Trajectories on the master node: {work.model.layers} layers, top-{work.model.topk}, "
-        f"context {work.context:,}, {work.samples} samples, {place.nodes} nodes",
-        fontsize="medium",
-        pad=12,
+        f"context {work.context:,}, {work.samples} samples, {place.nodes} nodes, "
+        f"stored as {work.stored_type}"
     )
+
+
+def _dress(axes: Axes, planned: Plan, title: str) -> None:
+    axes.set_title(title, fontsize="medium")
     axes.set_xlabel("batch [prompts]")
     axes.set_ylabel("peak memory [TiB]")
-    axes.set_xlim(0, work.batch)
+    axes.set_xlim(0, planned.work.batch)
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -69,10 +69,10 @@ def at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise InvalidConfig(f"{value} is not at least 1", subject=name)
     if value > MOST:
-        raise InvalidConfig(f"{value} is more than {MOST:.0e}", subject=name)
+        raise InvalidConfig(f"is more than {MOST:.0e}", subject=name)
 
 
 def above_zero(name: str, value: float) -> None:
-    """Refuse what is not a number above zero, or so near to it that nothing can be divided by it."""
+    """Refuse what is not a number above zero, or too near to zero to divide by."""
     if not 1 / MOST <= value <= MOST:
         raise InvalidConfig(f"{value} is not above 0, or not below {MOST:.0e}", subject=name)
