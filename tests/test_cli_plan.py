@@ -33,6 +33,14 @@ def test_the_table_goes_to_standard_output(capfd: pytest.CaptureFixture[str]) ->
     assert err == ""
 
 
+def test_the_page_shows_what_the_command_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs/planning.md").read_text()
+    shown = page.partition("```text\n")[2].partition("```")[0]
+    assert main(GLM) == 0
+    printed = [line.rstrip() for line in capfd.readouterr().out.splitlines()]
+    assert printed == shown.splitlines()
+
+
 def test_own_numbers_stand_in_for_those_of_a_preset(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert main([*GLM, "--experts", "384", "--nodes", "4", "--json", str(path)]) == 0

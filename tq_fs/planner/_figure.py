@@ -84,10 +84,11 @@ def _limit(axes: Axes, planned: Plan) -> None:
     axes.axhline(host, color=INK, linewidth=1, linestyle=(0, (5, 4)))
     axes.annotate(
         f"memory of a node: {host:.2f} TiB",
-        (0.01, host),
+        (0.99, host),
         xycoords=("axes fraction", "data"),
         xytext=(0, 4),
         textcoords="offset points",
+        ha="right",
         color=INK,
     )
 
