@@ -37,6 +37,7 @@ example:
   tq-fs plan --preset glm-5.2 --context 256k --batch 512
   tq-fs plan --layers 48 --topk 8 --experts 128 --context 64k --nodes 4 --json -
 """
+_WIDTH = 80
 _SHAPE = ("layers", "topk", "experts")
 _COUNTS: dict[str, tuple[str, int, str]] = {
     # option: where it goes, default, what it says
@@ -121,6 +122,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     console = Console(stderr=arguments.json == "-")
+    console.width = max(console.width, _WIDTH)  # a number that is cut off is worse than a long line
     known = read_calibration(arguments.calibrate) if arguments.calibrate else PUBLISHED
     planned = plan(_workload(arguments), _deployment(arguments), known)
     show(planned, console)

@@ -33,8 +33,9 @@ _LEFT = {
 def show(planned: Plan, console: Console) -> None:
     """Print the plan."""
     work, place = planned.work, planned.place
+    segments = "1 Segment" if work.segments == 1 else f"{work.segments:g} Segments"
     console.print(
-        f"{work.trajectories:,} trajectories of {work.segments:g} Segments with {work.context:,} "
+        f"{work.trajectories:,} trajectories of {segments} with {work.context:,} "
         f"tokens, {work.turns} turns in {work.mode} mode: {work.tokens:,.0f} tokens in "
         f"{work.steps:,.0f} Steps;\n{work.model.layers} layers, top-{work.model.topk} of "
         f"{work.model.experts} experts; {place.nodes} nodes, {place.all_units} units. "
