@@ -11,7 +11,7 @@ from typing import Any
 
 from tq_fs.errors import InvalidConfig
 from tq_fs.planner._models import TYPE_BYTES, preset
-from tq_fs.planner._sizes import GiB, KiB
+from tq_fs.planner._sizes import MOST, GiB, KiB
 
 HOLDERS = ("proxy", "rollout_manager", "object_store")
 UNIT = "storage_unit"
@@ -193,7 +193,7 @@ def _sizes(values: Mapping[str, Any], subject: str) -> dict[str, float]:
 
 def _number(value: Any, subject: str) -> float:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if not plain or not math.isfinite(value) or value < 0:
+    if not (plain and 0 <= value <= MOST):
         raise InvalidConfig(f"{value!r} is no number of bytes", subject=subject)
     return float(value)
 
@@ -212,12 +212,14 @@ def _traffic(document: Mapping[str, Any], name: str) -> Traffic:
         units = int(settings.get("units", 1))
         nodes = int(settings.get("nodes", 1))
         tokens = float(tokens)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise InvalidConfig(
             f"settings cannot be used: {error!r}", subject=name, remedy=_NEEDED
         ) from error
-    if not (math.isfinite(tokens) and min(tokens, row, units, nodes) > 0):
-        raise InvalidConfig("settings hold what is not above 0", subject=name, remedy=_NEEDED)
+    if not all(1 <= value <= MOST for value in (tokens, row, units, nodes)):
+        raise InvalidConfig(
+            "settings hold what is below 1, or too large", subject=name, remedy=_NEEDED
+        )
     return Traffic(tokens=tokens, row_bytes=row, nodes=nodes, units=units)
 
 

@@ -24,7 +24,7 @@ class Workload:
     samples
         Trajectories for each prompt.
     segments
-        Mean Segments of a trajectory, each `context` long; the paper's X̄.
+        Mean Segments of a trajectory, each `context` long.
     turns
         Model invocations, Steps, that make a Segment up.
     mode
