@@ -203,24 +203,28 @@ def _traffic(document: Mapping[str, Any], name: str) -> Traffic:
     if not isinstance(settings, Mapping):
         raise InvalidConfig("has no settings", subject=name, remedy=_NEEDED)
     try:
-        each = ("context", "batch", "samples")
-        tokens = settings.get("tokens") or math.prod(float(settings[k]) for k in each) * float(
-            settings.get("segments", 1)
-        )
-        width = TYPE_BYTES[settings["dtype"]]
-        row = int(settings["layers"]) * int(settings["topk"]) * width
-        units = int(settings.get("units", 1))
-        nodes = int(settings.get("nodes", 1))
-        tokens = float(tokens)
+        found = _traffic_of(settings)
     except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise InvalidConfig(
-            f"settings cannot be used: {error!r}", subject=name, remedy=_NEEDED
-        ) from error
-    if not all(1 <= value <= MOST for value in (tokens, row, units, nodes)):
-        raise InvalidConfig(
-            "settings hold what is below 1, or too large", subject=name, remedy=_NEEDED
-        )
-    return Traffic(tokens=tokens, row_bytes=row, nodes=nodes, units=units)
+        problem = f"settings cannot be used: {error!r}"
+        raise InvalidConfig(problem, subject=name, remedy=_NEEDED) from error
+    numbers = (found.tokens, found.row_bytes, found.units, found.nodes)
+    if not all(1 <= value <= MOST for value in numbers):
+        problem = "settings hold what is below 1, or too large"
+        raise InvalidConfig(problem, subject=name, remedy=_NEEDED)
+    return found
+
+
+def _traffic_of(settings: Mapping[str, Any]) -> Traffic:
+    tokens = settings.get("tokens")
+    if tokens is None:
+        each = (float(settings[name]) for name in ("context", "batch", "samples"))
+        tokens = math.prod(each) * float(settings.get("segments", 1))
+    return Traffic(
+        tokens=float(tokens),
+        row_bytes=int(settings["layers"]) * int(settings["topk"]) * TYPE_BYTES[settings["dtype"]],
+        nodes=int(settings.get("nodes", 1)),
+        units=int(settings.get("units", 1)),
+    )
 
 
 _NEEDED = "settings need layers, topk, dtype, and tokens or context, batch, samples, segments"
