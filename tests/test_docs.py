@@ -22,6 +22,7 @@ COMMAND = re.compile(r"`((?:tq-fs|python|make) [^`]+)`")
 SHORTER = {
     "tq-fs demo --store": "--payload-mib 8",
     "tq-fs demo --ray": "--payload-mib 32",
+    "tq-fs plan": "--figure {tmp}/figure.png",
     "tq-fs bench step": "--tokens 64 --layers 4 --topk 2 --repeats 1 --root {tmp}",
     "tq-fs bench channel": "--repeats 1 --root {tmp}",
     "tq-fs bench controller": "--steps 30500 --root {tmp}",
@@ -30,7 +31,11 @@ SHORTER = {
     "--layers 4 --held-sessions 1 --held-turns 4 --root {tmp}",
     "tq-fs bench s3": "--server moto --objects 8 --repeats 1 --write-back-bytes 1000000",
 }
-NEEDS = {"tq-fs bench cluster": "ray", "tq-fs bench proxy": "fastapi"}
+NEEDS = {
+    "tq-fs plan": "matplotlib",
+    "tq-fs bench cluster": "ray",
+    "tq-fs bench proxy": "fastapi",
+}
 BUCKET = "s3://my-bucket/"  # of the pages; a bucket of the test's own takes its place
 
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("metrics", "logs"),
     ("keys", "fields", "budget", "cache", "memory", "storage_options", "placement"),
     ("config",),
-    ("model_config", "narrow"),
+    ("model_config", "narrow", "planner"),
     ("ingest",),
     ("steps",),
     ("backends",),
@@ -152,6 +152,10 @@ def of_metrics(found: Import) -> bool:
     return found.target.split(".")[0] in {"prometheus_client", "ray"}
 
 
+def of_figures(found: Import) -> bool:
+    return found.target.split(".")[0] == "matplotlib" and (found.lazy or found.typing)
+
+
 def test_every_module_has_a_layer() -> None:
     modules = {module_name(p) for p in PACKAGE.rglob("*.py")}
     assert {unit(m) for m in modules} <= set(RANK)
@@ -191,7 +195,7 @@ def test_nothing_imports_the_links_at_the_root() -> None:
 def test_optional_libraries_stay_at_the_edges() -> None:
     """Some go deeper: torch in hydrate and values when tensors are asked for, else in annotations
     (tensordict brings torch); what talks to object stores in the backends, when one is made; and
-    where metrics go, when they go there."""
+    where metrics go, when they go there; and what draws a plan, when one is drawn."""
     wrong = [
         str(found)
         for found in imports()
@@ -203,6 +207,7 @@ def test_optional_libraries_stay_at_the_edges() -> None:
         and not (unit(found.importer) == "channel" and of_tls(found) and found.lazy)
         and not (unit(found.importer) == "metrics" and of_metrics(found) and found.lazy)
         and not (found.target == "prometheus_client" and found.typing)
+        and not (unit(found.importer) == "planner" and of_figures(found))
     ]
     assert wrong == []
     assert any(map(of_storage, imports()))

@@ -18,6 +18,7 @@ from tq_fs import __version__
 from tq_fs.cli import _report as report
 from tq_fs.cli._bench_proxy import add_bench_proxy
 from tq_fs.cli._cluster import add_cluster
+from tq_fs.cli._plan import add_plan
 from tq_fs.cli._proxy import add_proxy
 from tq_fs.config import StoreConfig
 from tq_fs.errors import InputError, InvalidConfig, TqFsError
@@ -146,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     add_cluster(commands)
     add_proxy(commands)
+    add_plan(commands)
     bench = commands.add_parser("bench", help="measure", description="Measurements.")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     _add_step(benches)
