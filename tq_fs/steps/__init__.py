@@ -10,6 +10,7 @@ from tq_fs.steps._arrays import (
     default_codec,
     encode_array,
     form_of_layout,
+    shard_index,
 )
 from tq_fs.steps._codecs import check, decode, verify
 from tq_fs.steps._encode import EncodedStep, FieldArray, encode_step
@@ -54,5 +55,6 @@ __all__ = [
     "known_layout",
     "layout_for",
     "read_attributes",
+    "shard_index",
     "verify",
 ]

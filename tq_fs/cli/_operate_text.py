@@ -1,0 +1,132 @@
+"""What the operator's commands print for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from tq_fs.operate import (
+    REMEDIES,
+    Finding,
+    ListedSession,
+    Space,
+    StoreSpace,
+    Verified,
+    age_classes,
+)
+
+_MOST_LINES = 50
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+_LINE = "{state:<10} {segments:>12} {steps:>7} {nbytes:>10} {age:>8}  {name}{more}"
+
+_HEAD = _LINE.format(
+    state="STATE",
+    segments="SEGMENTS",
+    steps="STEPS",
+    nbytes="BYTES",
+    age="AGE",
+    name="PARTITION/SESSION@INCARNATION",
+    more="",
+)
+
+
+def age_text(now_ns: int, then_ns: int) -> str:
+    """Return how long ago something was: ``3 d``; ``?`` where it is not known."""
+    if not then_ns:
+        return "?"
+    age_s = max(0, now_ns - then_ns) // 10**9
+    return next((f"{age_s // s} {unit}" for s, unit in _UNITS if age_s >= s), f"{age_s} s")
+
+
+def listing(sessions: Iterable[ListedSession], now_ns: int, console: Console) -> int:
+    """Print one line for each session as it comes; return how many there were."""
+    say(
+        console,
+        "STATE          SEGMENTS   STEPS      BYTES      AGE  PARTITION/SESSION@INCARNATION",
+    )
+    count = 0
+    for count, session in enumerate(sessions, 1):  # noqa: B007
+        say(console, _line(session, now_ns))
+    return count
+
+
+def _line(session: ListedSession, now_ns: int) -> str:
+    has_segments = session.state == "finalized"
+    released = ", ".join(f"{n} by {consumer}" for consumer, n in session.released.items() if n)
+    more = f"  (released: {released})" if released else ""
+    if session.problem:
+        more = f"  ({session.problem})"
+    return _LINE.format(
+        state=session.state,
+        segments=f"{session.unreleased}/{session.segments}" if has_segments else "-",
+        steps=session.steps,
+        nbytes=decimal(session.nbytes),
+        age=age_text(now_ns, session.opened_ns),
+        name=f"{session.partition}/{session.session}@{session.incarnation}",
+        more=more,
+    )
+
+
+def space(found: StoreSpace, console: Console) -> None:
+    """Print what a store takes up."""
+    say(
+        console,
+        f"{found.finalized:,} finalized sessions; {found.steps:,} Steps of {found.sessions:,} "
+        "sessions lie in the store",
+    )
+    for tier, kinds in found.by_tier.items():
+        _table(f"tier: {tier}", kinds, console)
+    _table("Steps by field", found.by_field, console)
+    _table("Steps by age of their session", age_classes(found), console)
+    if found.disk_bytes is not None and found.disk_free_bytes is not None:
+        free, size = decimal(found.disk_free_bytes), decimal(found.disk_bytes)
+        say(console, f"file system: {free} free of {size}")
+
+
+def _table(title: str, spaces: Mapping[str, Space], console: Console) -> None:
+    table = Table(box=None, title=title, title_justify="left", show_header=False, min_width=40)
+    for _ in range(3):
+        table.add_column(justify="right")
+    for name, taken in spaces.items():
+        table.add_row(name, decimal(taken.nbytes), f"{taken.objects:,} objects")
+    console.print(table)
+
+
+def verified(found: Verified, console: Console, *, most: int = _MOST_LINES) -> None:
+    """Print what was looked at, and what is wrong."""
+    say(
+        console,
+        f"looked at {found.sessions:,} finalized sessions, {found.segments:,} Segments, "
+        f"{found.steps:,} Steps: {found.chunks:,} chunks, {decimal(found.nbytes)}",
+    )
+    if found.unchecked_nbytes:
+        unchecked = decimal(found.unchecked_nbytes)
+        say(console, f"{unchecked} have no checksum (checksum: false): only sizes were compared")
+    if found.open_sessions:
+        say(
+            console,
+            f"{found.open_sessions:,} sessions have no manifest and may still be recorded",
+        )
+    findings(found.findings, console, most=most)
+    kinds = found.kinds()
+    for kind, count in kinds.items():
+        say(console, f"{count:,} {kind}: {REMEDIES[kind]}")
+    if not kinds:
+        say(console, "nothing is wrong")
+
+
+def findings(some: list[Finding], console: Console, *, most: int = _MOST_LINES) -> None:
+    """Print findings, one a line, and how many more there are."""
+    for finding in some[:most]:
+        tier = f" [{finding.tier}]" if finding.tier in ("front", "back") else ""
+        say(console, f"{finding.kind}: {finding.place}{tier}: {finding.detail}")
+    if len(some) > most:
+        say(console, f"and {len(some) - most:,} more; --json names all")
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is, however long."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
