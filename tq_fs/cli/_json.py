@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from types import FrameType
+from typing import Any, TextIO, TypeVar
 
 from tq_fs.errors import InvalidConfig
 
 STDOUT = "-"
+T = TypeVar("T")
 
 
 def write_json(document: dict[str, Any], where: str) -> None:
@@ -21,27 +25,67 @@ def write_json(document: dict[str, Any], where: str) -> None:
 
 
 def stream_json(
-    head: dict[str, Any], name: str, items: Iterable[dict[str, Any]], where: str
-) -> bool:
-    """Write a document whose list `name` is not held; it is whole JSON also when interrupted.
+    head: dict[str, Any],
+    name: str,
+    items: Iterable[dict[str, Any]],
+    where: str,
+    *,
+    is_complete: Callable[[], bool],
+) -> None:
+    """Write a document whose list `name` is not held.
 
-    Returns
-    -------
-    bool
-        Whether all items were written; ``complete`` in the document says so too.
+    Parameters
+    ----------
+    is_complete
+        Asked when the items are over: whether that was all, which ``complete`` then says.
     """
-    is_complete = False
     with _opened(where) as file:
-        file.write(json.dumps(head)[:-1] + (", " if head else "") + f'"{name}": [')
-        try:
-            for n, item in enumerate(items):
-                file.write((",\n" if n else "\n") + json.dumps(item))
-            is_complete = True
-        except KeyboardInterrupt:
-            is_complete = False
-        finally:
-            file.write(f'\n], "complete": {json.dumps(is_complete)}}}\n')
-    return is_complete
+        file.write(json.dumps(head)[:-1] + f', "{name}": [')
+        for n, item in enumerate(items):
+            file.write((",\n" if n else "\n") + json.dumps(item))
+        file.write(f'\n], "complete": {json.dumps(is_complete())}}}\n')
+
+
+class Interruptible:
+    """Ends what is iterated over at the first Ctrl-C, between two items; a context manager.
+
+    A line is thus never cut. The second Ctrl-C is an ordinary one.
+
+    Attributes
+    ----------
+    is_interrupted
+        Whether it has come.
+    """
+
+    def __init__(self) -> None:
+        self.is_interrupted = False
+
+    def over(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items until the interrupt."""
+        for item in items:
+            if self.is_interrupted:
+                return
+            yield item
+
+    def is_whole(self) -> bool:
+        """Tell whether nothing was interrupted."""
+        return not self.is_interrupted
+
+    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.is_interrupted = True
+        signal.signal(signal.SIGINT, self._before)
+
+    def __enter__(self) -> Interruptible:
+        """Take the signal, where this is the main thread."""
+        self._before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Give the signal back."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._before)
 
 
 @contextmanager

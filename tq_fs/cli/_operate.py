@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from rich.progress import (
 )
 
 from tq_fs.cli import _operate_text as text
-from tq_fs.cli._json import STDOUT, stream_json, write_json
+from tq_fs.cli._json import STDOUT, Interruptible, stream_json, write_json
 from tq_fs.config import StoreConfig
 from tq_fs.operate import (
     GRACE_S,
@@ -141,15 +142,17 @@ def progress_bar(total: int | None, what: str) -> Iterator[tuple[Progress, Any]]
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    with _opened(arguments) as store:
-        sessions = list_sessions(store, finalized_only=arguments.finalized)
+    with _opened(arguments) as store, Interruptible() as until:
+        sessions = until.over(list_sessions(store, finalized_only=arguments.finalized))
+        if arguments.json != STDOUT:
+            sessions = text.listing(sessions, time.time_ns())
         if arguments.json:
             head = {"store_id": store.store_id, "url": store.places.url}
-            rows = (asdict(session) for session in sessions)
-            is_complete = stream_json(head, "sessions", rows, arguments.json)
-            return 0 if is_complete else INTERRUPTED
-        text.listing(sessions, time.time_ns(), Console())
-    return 0
+            rows = map(asdict, sessions)
+            stream_json(head, "sessions", rows, arguments.json, is_complete=until.is_whole)
+        else:
+            deque(sessions, maxlen=0)  # they are printed
+    return INTERRUPTED if until.is_interrupted else 0
 
 
 def _stat(arguments: argparse.Namespace) -> int:

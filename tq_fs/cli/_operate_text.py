@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -41,16 +41,12 @@ def age_text(now_ns: int, then_ns: int) -> str:
     return next((f"{age_s // s} {unit}" for s, unit in _UNITS if age_s >= s), f"{age_s} s")
 
 
-def listing(sessions: Iterable[ListedSession], now_ns: int, console: Console) -> int:
-    """Print one line for each session as it comes; return how many there were."""
-    say(
-        console,
-        "STATE          SEGMENTS   STEPS      BYTES      AGE  PARTITION/SESSION@INCARNATION",
-    )
-    count = 0
-    for count, session in enumerate(sessions, 1):  # noqa: B007
-        say(console, _line(session, now_ns))
-    return count
+def listing(sessions: Iterable[ListedSession], now_ns: int) -> Iterator[ListedSession]:
+    """Print one line for each session as it comes, and pass it on."""
+    print(_HEAD, flush=True)
+    for session in sessions:
+        print(_line(session, now_ns), flush=True)
+        yield session
 
 
 def _line(session: ListedSession, now_ns: int) -> str:
