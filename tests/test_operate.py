@@ -18,6 +18,7 @@ import tq_fs
 from tests._rollouts import (
     FIELDS,
     Field,
+    assert_batch,
     contents,
     open_store,
     record,
@@ -27,15 +28,22 @@ from tests._rollouts import (
     short_rollout,
     small_chunks,
     specs,
+    turning_rollout,
 )
-from tq_fs.backends import Backend
+from tq_fs.backends import Backend, LocalBackend
 from tq_fs.config import StoreConfig
+from tq_fs.errors import SessionMissing, StoreBusy
 from tq_fs.operate import (
     Finding,
     OpenedStore,
+    Repaired,
+    check_quiet,
+    collect_waste,
     list_sessions,
     measure_space,
     opened_store,
+    repair_store,
+    show_session,
     verify_store,
 )
 
@@ -449,3 +457,310 @@ def test_a_store_that_is_copied_verifies_there(tmp_path: Path) -> None:
     fill(cold)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     assert Cold((tmp_path / "two").as_uri(), StoreConfig()).findings() == []
+
+
+# ---------------------------------------------------------------- show
+
+
+def test_a_session_is_shown_by_id_by_reference_and_as_it_is_listed(cold: Cold) -> None:
+    with cold.opened() as looked:
+        (shown,) = show_session(looked, "a")
+        (ref,) = (segment.ref for segment in shown.segments)
+        listed = f"train/a@{shown.summary.incarnation}"
+        for name in (ref, listed):
+            assert list(show_session(looked, name)) == [shown]
+        assert list(show_session(looked, "a", partition="train")) == [shown]
+        for name, more in (("c", {}), ("a", {"partition": "eval"}), ("train/c@1", {})):
+            with pytest.raises(SessionMissing, match="tq-fs ls"):
+                list(show_session(looked, name, **more))
+    assert shown.recorded
+    assert [(s.kind, s.parent, s.tiers) for s in shown.steps] == [
+        ("create", None, ("store",)),
+        ("append", 0, ("store",)),
+        ("append", 1, ("store",)),
+    ]
+    with cold.raw() as backend:
+        assert all(any(backend.walk(step.place)) for step in shown.steps)
+    assert shown.segments[0].steps == (0, 1, 2)
+
+
+def test_ids_of_any_text_are_shown(tmp_path: Path) -> None:
+    names = ["a/b@c", "", "é" * 400, "tqfs", "_", "x@y"]
+    with open_store(tmp_path, FIELDS) as store:
+        for name in names:
+            record(store, name, 1)
+    with opened_store(tmp_path.as_uri(), StoreConfig()) as looked:
+        assert {s.session for s in list_sessions(looked)} == set(names)
+        for name in names:
+            (shown,) = show_session(looked, name)
+            assert shown.summary.session == name
+
+
+def test_without_a_trajectory_the_tree_comes_from_the_segments(tmp_path: Path) -> None:
+    with open_store(tmp_path, FIELDS) as store:
+        session = store.session("a")
+        turning_rollout().record(session)
+        session.finalize()
+    with opened_store(tmp_path.as_uri(), StoreConfig()) as looked:
+        (shown,) = show_session(looked, "a")
+    assert not shown.recorded
+    assert {s.index: s.parent for s in shown.steps} == {0: None, 1: None, 2: 0, 3: 1}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=named)
+def test_a_damaged_session_is_shown_as_far_as_can_be(
+    tmp_path: Path, damage: Callable[[Cold], None]
+) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig.of({"persist_trajectories": True}))
+    with small_chunks():
+        fill(cold)
+    damage(cold)
+    with cold.opened() as looked:
+        (shown,) = show_session(looked, "a")
+    broken = [s.index for s in shown.steps if not s.tiers]
+    if damage in (truncate, lengthen, lose_an_object, lose_a_step):
+        assert len(broken) == 1
+    assert bool(shown.problem) == (damage is flip_bit_of_the_trajectory)
+
+
+# ---------------------------------------------------------------- repair
+
+
+def repair(cold: Cold, *, dry_run: bool = False) -> Repaired:
+    with opened_store(cold.url, cold.config, write=not dry_run, grace_s=0) as store:
+        return repair_store(store, dry_run=dry_run, progress=lambda s, n: None)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=named)
+def test_repair_leaves_a_store_that_verifies_and_says_what_it_did(
+    cold: Cold, damage: Callable[[Cold], None]
+) -> None:
+    before = everything(cold)
+    damage(cold)
+    would = repair(cold, dry_run=True)
+    assert would.actions
+    done = repair(cold)
+    findings = cold.findings()
+    if damage is make_the_manifest_newer:
+        assert [a.kind for a in done.actions] == ["leave"]
+        assert {f.kind for f in findings} == {f.kind for f in done.left} == {"too-new"}
+        return
+    assert (findings, done.left) == ([], [])
+    assert done.actions or done.rebuilt
+    after = everything(cold)
+    whole = {k: v for k, v in before.items() if "/b/" in k and k.startswith(("steps", "manif"))}
+    assert {k: after.get(k) for k in whole} == whole
+    gone = {k for k in before if k.startswith(("steps/", "manifests/"))} - set(after)
+    told = [a.place for a in done.actions]
+    assert all(any("/a/" in place for place in told) for _ in gone)
+    with cold.open() as store:  # and it is a store
+        record(store, "after", 5)
+        refs = sorted(store.unreleased())
+        store.hydrate(refs)
+    assert repair(cold).actions == []
+
+
+def everything(cold: Cold) -> dict[str, bytes]:
+    with cold.raw() as backend:
+        return {k: backend.get(k) for k, _ in backend.walk("") if not k.startswith("claims/")}
+
+
+def test_metadata_is_mended_to_the_byte(cold: Cold) -> None:
+    before = everything(cold)
+    flip_bit_of_the_metadata(cold)
+    done = repair(cold)
+    assert [a.kind for a in done.actions] == ["mend"]
+    after = everything(cold)
+    assert {k: v for k, v in after.items() if k.startswith("steps/")} == {
+        k: v for k, v in before.items() if k.startswith("steps/")
+    }
+
+
+def test_a_damaged_manifest_is_made_anew(cold: Cold) -> None:
+    flip_bit_of_the_manifest(cold)
+    done = repair(cold)
+    assert len(done.rebuilt) == 1
+    with cold.opened() as looked:
+        assert {s.state for s in list_sessions(looked)} == {"finalized"}
+
+
+def test_segments_that_can_be_read_stay_and_the_others_are_set_aside(cold: Cold) -> None:
+    with cold.open() as store:
+        session = store.session("two chains")
+        rollout = turning_rollout(seed=9)
+        rollout.record(session)
+        want = [e.slime(specs(FIELDS)) for e in rollout.expected("lineage")]
+        good, bad = refs_of(session.finalize())
+    key = next(k for k in cold.keys("/two_20chains/") if "/000003/" in k and "logprobs/c.0" in k)
+    before = everything(cold)
+    cold.change(key, flipped)
+    done = repair(cold)
+    (action,) = done.actions
+    assert (action.kind, action.refs) == ("set aside", (bad,))
+    assert cold.findings() == []
+    after = everything(cold)
+    moved = {k: v for k, v in after.items() if k.startswith("quarantine/")}
+    for place in ("/000001/", "/000003/"):  # of which the first was whole
+        names = [k for k in before if "/two_20chains/" in k and place in k]
+        assert names
+        assert not set(names) & set(after)
+        for name in names:
+            if name != key:
+                assert moved["quarantine/" + name.partition("/")[2]] == before[name]
+    with cold.open() as store:
+        assert bad not in set(store.unreleased())
+        assert_batch(store.hydrate([good]), [want[0]])
+        with pytest.raises(tq_fs.errors.SegmentMissing):
+            store.hydrate([bad])
+    assert cold.findings() == []
+
+
+def test_what_was_released_of_segments_set_aside_releases_nothing_else(tmp_path: Path) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    with cold.open() as store:
+        session = store.session("a")
+        turning_rollout().record(session)
+        good, bad = refs_of(session.finalize(consumers=("actor", "critic")))
+        store.release([bad], "actor")
+        store.release([bad], "critic", rollout_id=7)  # held until a checkpoint
+    key = next(k for k in cold.keys("/a/") if "/000003/" in k and "logprobs/c.0" in k)
+    cold.change(key, flipped)
+    assert [a.refs for a in repair(cold).actions] == [(bad,)]
+    with cold.open() as store:
+        store.checkpoint_saved(7)
+        store.hydrate([good])
+    with cold.open() as store:
+        store.hydrate([good])
+        assert list(store.unreleased()) == [good]
+    assert cold.findings() == []
+
+
+def test_a_dry_run_of_a_repair_changes_nothing(tmp_path: Path) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig.of({"persist_trajectories": True}))
+    with small_chunks():
+        fill(cold)
+    flip_bit(cold)
+    add_a_step(cold)
+    before = contents(tmp_path)
+    would = repair(cold, dry_run=True)
+    assert contents(tmp_path) == before
+    assert [a.kind for a in would.actions] == [a.kind for a in repair(cold).actions]
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_repair_that_is_killed_goes_on_where_it_was(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at its n-th write or delete, and run again."""
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    with cold.open() as store:
+        session = store.session("a")
+        turning_rollout().record(session)
+        good, bad = refs_of(session.finalize())
+    key = next(k for k in cold.keys("/a/") if "/000003/" in k and "logprobs/c.0" in k)
+    cold.change(key, flipped)
+    left = at
+
+    def limited(name: str) -> Callable[..., Any]:
+        act = getattr(LocalBackend, name)
+
+        def limit(self: LocalBackend, *args: Any, **more: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise Killed
+            return act(self, *args, **more)
+
+        return limit
+
+    with monkeypatch.context() as patch:
+        with opened_store(cold.url, cold.config, write=True) as store_:
+            for name in ("put", "delete"):
+                patch.setattr(LocalBackend, name, limited(name))
+            try:
+                repair_store(store_, dry_run=False, progress=lambda s, n: None)
+            except Killed:
+                pass
+    repair(cold)
+    assert cold.findings() == []
+    with cold.open() as store:
+        assert list(store.unreleased()) == [good]
+        store.hydrate([good])
+    assert any("logprobs/c.0" in k and "/000003/" in k for k in cold.keys("quarantine/"))
+    assert bad != good
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+@pytest.mark.s3
+def test_a_bad_copy_is_made_anew_from_the_other_tier(bucket: str, tmp_path: Path) -> None:
+    config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": "write-through"}})
+    cold = Cold(f"s3://{bucket}/runs", config)
+    refs = fill(cold)
+    (path,) = tmp_path.glob("default/steps/train/a/*/000001/try-*/logprobs/c.0")
+    whole = path.read_bytes()
+    path.write_bytes(flipped(whole))
+    assert [a.kind for a in repair(cold).actions] == ["mend"]
+    assert path.read_bytes() == whole
+    with opened_store(cold.url, cold.config, write=True) as store:
+        key = str(path.relative_to(tmp_path / "default"))
+        store.tiers["back"].put(key, whole[:-1])
+    assert [(f.kind, f.tier) for f in cold.findings()] == [("truncated", "back")]
+    assert [a.kind for a in repair(cold).actions] == ["mend"]
+    assert cold.findings() == []
+    with cold.open(read_only=True) as store_:
+        store_.hydrate(refs)
+
+
+# ---------------------------------------------------------------- gc
+
+
+def collect(cold: Cold, *, dry_run: bool = False, quarantine: bool = False) -> Repaired:
+    with opened_store(cold.url, cold.config, write=not dry_run, grace_s=0) as store:
+        return collect_waste(store, dry_run=dry_run, quarantine=quarantine)
+
+
+def test_gc_removes_what_nobody_needs_and_nothing_else(cold: Cold) -> None:
+    before = everything(cold)
+    lost = {k for k in before if k.startswith("steps/train/a/")}
+    lose_the_manifest(cold)
+    with cold.raw() as backend:  # of b a Step that nothing refers to
+        for key in [k for k in before if k.startswith("steps/train/b/") and "/000000/" in k]:
+            backend.put(key.replace("/000000/", "/000008/"), before[key])
+    would = collect(cold, dry_run=True)
+    done = collect(cold)
+    assert done.actions == would.actions
+    assert (done.left, cold.findings()) == ([], [])
+    after = everything(cold)
+    assert sum(a.nbytes for a in done.actions) > sum(len(before[k]) for k in lost)
+    want = {k: v for k, v in before.items() if "/a/" not in k and not k.endswith("store.json")}
+    assert {k: v for k, v in after.items() if not k.endswith("store.json")} == want
+    assert collect(cold).actions == []
+
+
+def test_gc_leaves_what_is_broken_and_what_was_set_aside(cold: Cold) -> None:
+    flip_bit(cold)
+    assert collect(cold).actions == []
+    assert [f.kind for f in cold.findings()] == ["corrupt"]
+    repair(cold)
+    assert collect(cold).actions == []
+    kept = cold.keys("quarantine/")
+    assert kept
+    done = collect(cold, quarantine=True)
+    assert [a.place for a in done.actions] == ["quarantine"]
+    assert cold.keys("quarantine/") == []
+
+
+@pytest.mark.s3
+def test_a_bucket_in_which_somebody_may_record_is_not_taken(bucket: str) -> None:
+    cold = Cold(f"s3://{bucket}/runs", StoreConfig())
+    with cold.open() as store:
+        session = store.session("live")
+        short_rollout(FIELDS, 3).record(session)
+        with cold.opened(grace_s=60) as looked, pytest.raises(StoreBusy, match="--grace-s 0"):
+            check_quiet(looked)
+        session.finalize()
+        with cold.opened(grace_s=60) as looked:
+            check_quiet(looked)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -26,10 +27,14 @@ from tq_fs.config import StoreConfig
 from tq_fs.operate import (
     GRACE_S,
     OpenedStore,
-    Verified,
+    Repaired,
+    check_quiet,
+    collect_waste,
     list_sessions,
     measure_space,
     opened_store,
+    repair_store,
+    show_session,
     verify_store,
 )
 
@@ -54,6 +59,14 @@ example:
   tq-fs stat s3://bucket/runs --store-id run-7 --json -
 """
 
+_SHOW = """\
+Shows a session: the tree of its Steps and where each of them lies, and its Segments with their
+references and who has released them. Changes nothing, and works beside the process that writes.
+
+example:
+  tq-fs show file:///nvme/runs math-17 --store-id run-7
+"""
+
 _VERIFY = """\
 Reads all that sessions need, on several threads: every chunk against its checksum, every manifest
 against the Steps that lie there. Finds flipped bits, truncated objects, Steps that are missing,
@@ -64,6 +77,28 @@ example:
   tq-fs verify file:///nvme/runs --store-id run-7
 """
 
+_REPAIR = """\
+Leaves a store that verifies. Verifies it, removes Steps and documents that nobody needs, makes
+damaged manifests and metadata anew where what is left allows it, and sets aside what cannot be used:
+below quarantine/ in the store, where nothing looks for it and gc leaves it alone. What a manifest
+refers to and is whole is never deleted. Says what it would do, and does it with --yes only: then it
+takes the store for writing, and a process that still has it open can write no more. Exit code 1:
+something is wrong (without --yes), or still wrong.
+
+example:
+  tq-fs repair file:///nvme/runs --store-id run-7
+"""
+
+_GC = """\
+Makes room: removes Steps of sessions that were never finalized and Steps that all consumers have
+released, where a process has left any. Says what it would do, and does it with --yes only: then it
+takes the store for writing, and a process that still has it open can write no more. Verifies
+nothing.
+
+example:
+  tq-fs gc file:///nvme/runs --store-id run-7
+"""
+
 
 def add_operate(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the commands that look into a store."""
@@ -72,10 +107,25 @@ def add_operate(commands: Commands[argparse.ArgumentParser]) -> None:
         "--finalized", action="store_true", help="leave out sessions without a manifest: quicker"
     )
     parser.set_defaults(run=_ls)
+    parser = _add(commands, "show", "one session: lineage, Segments, where its Steps lie", _SHOW)
+    parser.add_argument(
+        "session", help="its id, a Segment's reference, or partition/session@incarnation"
+    )
+    parser.add_argument("--partition", help="only of this partition")
+    parser.set_defaults(run=_show)
     _add(commands, "stat", "what a store takes up", _STAT).set_defaults(run=_stat)
     parser = _add(commands, "verify", "read a store and find what is wrong", _VERIFY)
     parser.add_argument("--no-data", action="store_true", help="do not read values, only listings")
     parser.set_defaults(run=_verify)
+    parser = _add(commands, "repair", "leave a store that verifies", _REPAIR)
+    parser.add_argument("--yes", action="store_true", help="do it, not only say it")
+    parser.set_defaults(run=_repair)
+    parser = _add(commands, "gc", "remove what nobody needs", _GC)
+    parser.add_argument("--yes", action="store_true", help="do it, not only say it")
+    parser.add_argument(
+        "--quarantine", action="store_true", help="remove what repairs have set aside, too"
+    )
+    parser.set_defaults(run=_gc)
 
 
 def _add(
@@ -119,8 +169,12 @@ def config_of(arguments: argparse.Namespace) -> StoreConfig:
 
 
 @contextmanager
-def _opened(arguments: argparse.Namespace) -> Iterator[OpenedStore]:
-    with opened_store(arguments.url, config_of(arguments), grace_s=arguments.grace_s) as store:
+def _opened(arguments: argparse.Namespace, *, write: bool = False) -> Iterator[OpenedStore]:
+    config, grace_s = config_of(arguments), arguments.grace_s
+    if write:
+        with opened_store(arguments.url, config, grace_s=grace_s) as store:
+            check_quiet(store)
+    with opened_store(arguments.url, config, write=write, grace_s=grace_s) as store:
         yield store
 
 
@@ -155,6 +209,17 @@ def _ls(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if until.is_interrupted else 0
 
 
+def _show(arguments: argparse.Namespace) -> int:
+    with _opened(arguments) as store:
+        shown = list(show_session(store, arguments.session, partition=arguments.partition))
+    if arguments.json:
+        write_json({"incarnations": [asdict(session) for session in shown]}, arguments.json)
+    if arguments.json != STDOUT:
+        for session in shown:
+            text.session(session, time.time_ns(), Console())
+    return 0
+
+
 def _stat(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as store, progress_bar(None, "objects") as (bar, task):
         found = measure_space(store, lambda n: bar.advance(task, n))
@@ -166,8 +231,8 @@ def _stat(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    with _opened(arguments) as store:
-        found = run_verify(store, data=not arguments.no_data)
+    with _opened(arguments) as store, _session_bar(store) as progress:
+        found = verify_store(store, data=not arguments.no_data, progress=progress)
     if arguments.json:
         write_json({**asdict(found), "kinds": found.kinds()}, arguments.json)
     if arguments.json != STDOUT:
@@ -175,8 +240,30 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if found.findings else 0
 
 
-def run_verify(store: OpenedStore, *, data: bool = True) -> Verified:
-    """Verify a store, with a bar."""
+def _repair(arguments: argparse.Namespace) -> int:
+    with _opened(arguments, write=arguments.yes) as store, _session_bar(store) as progress:
+        done = repair_store(store, dry_run=not arguments.yes, progress=progress)
+    _tell(done, arguments)
+    return 1 if done.left else 0
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    with _opened(arguments, write=arguments.yes) as store:
+        done = collect_waste(store, dry_run=not arguments.yes, quarantine=arguments.quarantine)
+    _tell(done, arguments)
+    return 1 if done.left and arguments.yes else 0
+
+
+def _tell(done: Repaired, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        write_json(asdict(done), arguments.json)
+    if arguments.json != STDOUT:
+        text.repaired(done, Console())
+
+
+@contextmanager
+def _session_bar(store: OpenedStore) -> Iterator[Callable[[int, int], None]]:
+    """Show how many sessions, and how many bytes, were looked at."""
     total = sum(1 for _ in store.catalog.entries())
     with progress_bar(total, "sessions") as (bar, task):
         nbytes = 0
@@ -184,6 +271,6 @@ def run_verify(store: OpenedStore, *, data: bool = True) -> Verified:
         def advance(sessions: int, more: int) -> None:
             nonlocal nbytes
             nbytes += more
-            bar.update(task, advance=sessions, more=f"{nbytes / 1e6:,.0f} MB")
+            bar.update(task, advance=sessions, more=decimal(nbytes))
 
-        return verify_store(store, data=data, progress=advance)
+        yield advance

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -12,6 +13,9 @@ from tq_fs.operate import (
     REMEDIES,
     Finding,
     ListedSession,
+    Repaired,
+    ShownSession,
+    ShownStep,
     Space,
     StoreSpace,
     Verified,
@@ -63,6 +67,56 @@ def _line(session: ListedSession, now_ns: int) -> str:
         age=age_text(now_ns, session.opened_ns),
         name=f"{session.partition}/{session.session}@{session.incarnation}",
         more=more,
+    )
+
+
+def session(shown: ShownSession, now_ns: int, console: Console) -> None:
+    """Print a session's tree of Steps, and its Segments."""
+    say(console, _HEAD)
+    say(console, _line(shown.summary, now_ns))
+    if shown.problem:
+        say(console, f"its trajectory cannot be used: {shown.problem}")
+    known = "as recorded" if shown.recorded else "as their Segments say"
+    say(console, f"{len(shown.steps):,} Steps, {known if shown.segments else 'without a manifest'}")
+    for line in _tree(shown.steps):
+        say(console, line)
+    for segment in shown.segments:
+        who = ", ".join(segment.released_by)
+        say(
+            console,
+            f"Segment {segment.view}/{segment.index}: {segment.tokens:,} tokens, "
+            f"{segment.response_tokens:,} of them response, Steps "
+            f"{', '.join(map(str, segment.steps))}{f'; released by {who}' if who else ''}",
+        )
+        say(console, f"  {segment.ref}")
+
+
+def _tree(steps: Sequence[ShownStep]) -> Iterator[str]:
+    """Yield the Steps depth first; what is appended stands below, what branches off is indented."""
+    children: dict[int | None, list[ShownStep]] = defaultdict(list)
+    known = {step.index for step in steps}
+    for step in steps:
+        children[step.parent if step.parent in known else None].append(step)
+    waiting = [(root, 0, "") for root in reversed(children[None])]
+    while waiting:
+        step, depth, mark = waiting.pop()
+        yield f"{'    ' * depth}{mark}{_step(step)}"
+        first, *rest = children[step.index] or [None]
+        waiting += [(branch, depth + 1, "└─ ") for branch in reversed(rest) if branch]
+        if first is not None:
+            waiting.append((first, depth, "│  "))
+
+
+def _step(step: ShownStep) -> str:
+    kind = f" {step.kind}" if step.kind else ""
+    versions = ", ".join(dict.fromkeys(version for version, _ in step.versions))
+    where = f"{step.unit}: {step.place}" if step.unit else step.place or "in memory only"
+    if step.place and not step.tiers:
+        where = f"{'NOT WHOLE' if step.needed else 'released'}, {where}"
+    tiers = f" ({', '.join(step.tiers)})" if step.tiers not in {(), ("store",)} else ""
+    return (
+        f"{step.index}{kind}: {step.tokens:,} tokens, {decimal(step.nbytes)}"
+        f"{f', version {versions}' if versions else ''}, {where}{tiers}"
     )
 
 
@@ -121,6 +175,30 @@ def findings(some: list[Finding], console: Console, *, most: int = _MOST_LINES) 
         say(console, f"{finding.kind}: {finding.place}{tier}: {finding.detail}")
     if len(some) > most:
         say(console, f"and {len(some) - most:,} more; --json names all")
+
+
+def repaired(done: Repaired, console: Console, *, most: int = _MOST_LINES) -> None:
+    """Print what was done, or would be, and what is left."""
+    for action in done.actions[:most]:
+        would = "would " if done.dry_run else ""
+        size = f" ({decimal(action.nbytes)})" if action.nbytes else ""
+        say(console, f"{would}{action.kind}: {action.place}: {action.detail}{size}")
+        for ref in action.refs:
+            say(console, f"  lost to training: {ref}")
+    if len(done.actions) > most:
+        say(console, f"and {len(done.actions) - most:,} more; --json names all")
+    for path in done.rebuilt:
+        say(console, f"made anew: manifests/{path}")
+    freed = decimal(sum(action.nbytes for action in done.actions))
+    if not done.actions and not done.rebuilt:
+        say(console, "nothing to do")
+    elif done.dry_run:
+        say(console, f"nothing was changed; --yes does it, and frees {freed}")
+    else:
+        say(console, f"freed {freed}")
+    if not done.dry_run and done.left:
+        say(console, f"{len(done.left):,} findings are left:")
+        findings(done.left, console, most=most)
 
 
 def say(console: Console, text: str) -> None:

@@ -75,7 +75,8 @@ def list_sessions(store: OpenedStore, *, finalized_only: bool = False) -> Iterat
             yield entry
 
     def read(entry: Entry) -> ListedSession | None:
-        return _listed(entry.path, read_session(store, entry.path))
+        found = read_session(store, entry.path)
+        return None if found is None else listed_session(store, entry.path, found)
 
     for listed in ahead(store.pool, read, entries(), window=store.window):
         if listed is not None:
@@ -98,22 +99,45 @@ def _without_manifest(store: OpenedStore, seen: set[int]) -> Iterator[ListedSess
             if hash(path) in seen:
                 continue
             seen.add(hash(path))
-            found = read_session(store, path)  # finalized since the listing
-            if found is not None:
-                listed = _listed(path, found)
-            else:
-                state = "open" if store.may_be_recorded(path) else "orphan"
-                steps, nbytes = len(held), nbytes_of(held)
-                listed = _unknown(path, state, steps=steps, nbytes=nbytes)
-            if listed is not None:
-                yield listed
+            found = read_session(store, path)  # it may be finalized since the listing
+            yield listed_session(store, path, found, steps=len(held), nbytes=nbytes_of(held))
 
 
-def _listed(path: str, found: Found | TqFsError | None) -> ListedSession | None:
-    if found is None:
-        return None
-    if isinstance(found, TqFsError):
-        return _unknown(path, "unreadable", problem=str(found))
+def listed_session(
+    store: OpenedStore,
+    path: str,
+    found: Found | TqFsError | None,
+    *,
+    steps: int = 0,
+    nbytes: int = 0,
+) -> ListedSession:
+    """Return what is to be told of a session.
+
+    Parameters
+    ----------
+    found
+        What its documents say (:func:`read_session`).
+    steps, nbytes
+        What lies there, for one without a manifest.
+    """
+    if isinstance(found, Found):
+        return _finalized(path, found)
+    partition, session, incarnation = names_of(path)
+    state = "open" if store.may_be_recorded(path) else "orphan"
+    return ListedSession(
+        partition=partition,
+        session=session,
+        incarnation=incarnation,
+        path=path,
+        state=state if found is None else "unreadable",
+        steps=steps,
+        nbytes=nbytes,
+        opened_ns=opened_ns(path),
+        problem="" if found is None else str(found),
+    )
+
+
+def _finalized(path: str, found: Found) -> ListedSession:
     manifest = found.manifest
     released = released_of(manifest.consumers, found.state)
     done = released_by_all(released)
@@ -131,23 +155,6 @@ def _listed(path: str, found: Found | TqFsError | None) -> ListedSession | None:
         opened_ns=manifest.incarnation.opened_ns,
         finalized_ns=manifest.created_ns,
         released={consumer: len(names) for consumer, names in released.items()},
-    )
-
-
-def _unknown(
-    path: str, state: str, *, steps: int = 0, nbytes: int = 0, problem: str = ""
-) -> ListedSession:
-    partition, session, incarnation = names_of(path)
-    return ListedSession(
-        partition=partition,
-        session=session,
-        incarnation=incarnation,
-        path=path,
-        state=state,
-        steps=steps,
-        nbytes=nbytes,
-        opened_ns=opened_ns(path),
-        problem=problem,
     )
 
 

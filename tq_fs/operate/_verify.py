@@ -13,7 +13,7 @@ from tq_fs.operate._findings import WASTE, Finding, Verified
 from tq_fs.operate._opened import Held, OpenedStore, held_at, inventory, nbytes_of
 from tq_fs.operate._pool import ahead
 from tq_fs.operate._sessions import read_session
-from tq_fs.operate._step_check import Checked, StepCopy, check_step
+from tq_fs.operate._step_check import Checked, StepCopy, arrays_of, check_step
 from tq_fs.recovery import is_whole
 from tq_fs.released import is_over, needed_steps, released_by_all, released_of
 from tq_fs.steps import StepEntry
@@ -42,6 +42,7 @@ def verify_store(
     store: OpenedStore,
     *,
     data: bool = True,
+    only: Collection[str] | None = None,
     progress: Progress = _at_nothing,
 ) -> Verified:
     """Look at all that lies in a store, and read it.
@@ -52,6 +53,8 @@ def verify_store(
     ----------
     data
         Read the values too, not only what lies there.
+    only
+        Paths of the sessions to look at; None for all, and what lies beside them.
     progress
         Called with the sessions and the bytes that were done since.
     """
@@ -60,6 +63,8 @@ def verify_store(
 
     def entries() -> Iterator[Entry]:
         for entry in store.catalog.entries():
+            if only is not None and entry.path not in only:
+                continue
             if MANIFEST in entry.names:
                 seen.add(hash(entry.path))
             yield entry
@@ -78,7 +83,8 @@ def verify_store(
         verified.unchecked_nbytes += checked.unchecked_nbytes
         progress(0, checked.nbytes)
         _add(store, verified, checked.findings)
-    _add_orphans(store, verified, seen)
+    if only is None:
+        _add_orphans(store, verified, seen)
     return verified
 
 
@@ -110,7 +116,7 @@ def _is_still_so(store: OpenedStore, finding: Finding) -> bool:
     found = read_session(store, finding.path)
     if not isinstance(found, Found):
         return False  # released as a whole; or unreadable by now, which is a finding of its own
-    return finding.step is None or finding.step in _needed(found)
+    return finding.step is None or finding.step in needed_of(found)
 
 
 def _is_moved(store: OpenedStore, finding: Finding) -> bool:
@@ -127,7 +133,8 @@ def held_at_place(store: OpenedStore, place: str) -> Iterator[tuple[str, int]]:
         yield from tier.walk(place)
 
 
-def _needed(found: Found) -> set[int]:
+def needed_of(found: Found) -> set[int]:
+    """Return the Steps of a session that unreleased Segments refer to."""
     released = released_of(found.manifest.consumers, found.state)
     return needed_steps(found.manifest, released_by_all(released))
 
@@ -186,7 +193,7 @@ def _check_trajectory(store: OpenedStore, path: str) -> Checked:
 
 def _look_at_steps(store: OpenedStore, found: Found, looked: _Looked) -> None:
     manifest, path = found.manifest, found.manifest.incarnation.path
-    needed = [step for step in manifest.steps if step.index in _needed(found)]
+    needed = [step for step in manifest.steps if step.index in needed_of(found)]
     held = {name: held_at(tier, path) for name, tier in store.tiers.items()}
     looked.steps = len(needed)
     done = released_by_all(released_of(manifest.consumers, found.state))
@@ -228,6 +235,10 @@ def _look_at_copy(
         elif members[name] != size:
             detail = f"has {members[name]} bytes where {size} were written"
             looked.findings.append(copy.finding("truncated", name, detail))
+    kept = [f"{name}/{COMMIT}" for name, _ in arrays_of(step)]
+    lost = [name for name in kept if name not in members]
+    if len(lost) < len(kept):  # else it is compact
+        looked.findings += [copy.finding("missing", n, "its metadata is not there") for n in lost]
     if is_whole(step.objects(), members):
         looked.jobs.append(partial(check_step, copy))
     elif COMMIT not in members:

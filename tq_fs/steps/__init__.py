@@ -20,6 +20,7 @@ from tq_fs.steps._entry import (
     ArrayEntry,
     StepAttributes,
     StepEntry,
+    attributes_json,
     check_schema,
     read_attributes,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "StepEntry",
     "array_form",
     "array_json",
+    "attributes_json",
     "check",
     "check_schema",
     "decode",
