@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tq_fs.backends import Backend, LocalBackend
 from tq_fs.config import StoreConfig
 from tq_fs.errors import SessionMissing, StoreBusy
 from tq_fs.operate import (
+    OLDER,
     Finding,
     OpenedStore,
     Repaired,
@@ -441,14 +443,9 @@ def test_space_tells_old_sessions_from_young_ones(tmp_path: Path) -> None:
     cold = Cold(tmp_path.as_uri(), StoreConfig())
     fill(cold)
     days = 86400 * 10**9
-    for ago, name in (
-        (0, "under 1 hour"),
-        (days // 2, "under 1 day"),
-        (30 * days, "7 days and more"),
-    ):
-        with opened_store(
-            cold.url, cold.config, now_ns=lambda ago=ago: time.time_ns() + ago
-        ) as looked:
+    for ago, name in ((0, "under 1 hour"), (days // 2, "under 1 day"), (30 * days, OLDER)):
+        now_ns = functools.partial(int, time.time_ns() + ago)
+        with opened_store(cold.url, cold.config, now_ns=now_ns) as looked:
             assert list(measure_space(looked).by_age) == [name]
 
 
@@ -673,14 +670,14 @@ def test_a_repair_that_is_killed_goes_on_where_it_was(
 
         return limit
 
-    with monkeypatch.context() as patch:
-        with opened_store(cold.url, cold.config, write=True) as store_:
-            for name in ("put", "delete"):
-                patch.setattr(LocalBackend, name, limited(name))
-            try:
-                repair_store(store_, dry_run=False, progress=lambda s, n: None)
-            except Killed:
-                pass
+    with (
+        opened_store(cold.url, cold.config, write=True) as store_,
+        monkeypatch.context() as patch,
+        suppress(Killed),
+    ):
+        for name in ("put", "delete"):
+            patch.setattr(LocalBackend, name, limited(name))
+        repair_store(store_, dry_run=False, progress=lambda s, n: None)
     repair(cold)
     assert cold.findings() == []
     with cold.open() as store:
@@ -702,13 +699,15 @@ def test_a_bad_copy_is_made_anew_from_the_other_tier(bucket: str, tmp_path: Path
     (path,) = tmp_path.glob("default/steps/train/a/*/000001/try-*/logprobs/c.0")
     whole = path.read_bytes()
     path.write_bytes(flipped(whole))
-    assert [a.kind for a in repair(cold).actions] == ["mend"]
+    done = repair(cold)
+    assert [a.kind for a in done.actions] == ["mend"], done
     assert path.read_bytes() == whole
     with opened_store(cold.url, cold.config, write=True) as store:
         key = str(path.relative_to(tmp_path / "default"))
         store.tiers["back"].put(key, whole[:-1])
     assert [(f.kind, f.tier) for f in cold.findings()] == [("truncated", "back")]
-    assert [a.kind for a in repair(cold).actions] == ["mend"]
+    done = repair(cold)
+    assert [a.kind for a in done.actions] == ["mend"], done
     assert cold.findings() == []
     with cold.open(read_only=True) as store_:
         store_.hydrate(refs)

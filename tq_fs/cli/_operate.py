@@ -79,11 +79,11 @@ example:
 
 _REPAIR = """\
 Leaves a store that verifies. Verifies it, removes Steps and documents that nobody needs, makes
-damaged manifests and metadata anew where what is left allows it, and sets aside what cannot be used:
-below quarantine/ in the store, where nothing looks for it and gc leaves it alone. What a manifest
-refers to and is whole is never deleted. Says what it would do, and does it with --yes only: then it
-takes the store for writing, and a process that still has it open can write no more. Exit code 1:
-something is wrong (without --yes), or still wrong.
+damaged manifests and metadata anew where what is left allows it, and sets aside what cannot be
+used: below quarantine/ in the store, where nothing looks for it and gc leaves it alone. What a
+manifest refers to and is whole is never deleted. Says what it would do, and does it with --yes
+only: then it takes the store for writing, and a process that still has it open can write no more.
+Exit code 1: something is wrong (without --yes), or still wrong.
 
 example:
   tq-fs repair file:///nvme/runs --store-id run-7

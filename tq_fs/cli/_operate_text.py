@@ -101,10 +101,9 @@ def _tree(steps: Sequence[ShownStep]) -> Iterator[str]:
     while waiting:
         step, depth, mark = waiting.pop()
         yield f"{'    ' * depth}{mark}{_step(step)}"
-        first, *rest = children[step.index] or [None]
-        waiting += [(branch, depth + 1, "└─ ") for branch in reversed(rest) if branch]
-        if first is not None:
-            waiting.append((first, depth, "│  "))
+        mine = children[step.index]
+        waiting += [(branch, depth + 1, "└─ ") for branch in reversed(mine[1:])]
+        waiting += [(first, depth, "│  ") for first in mine[:1]]
 
 
 def _step(step: ShownStep) -> str:

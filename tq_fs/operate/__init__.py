@@ -8,11 +8,12 @@ from tq_fs.operate._repair import Repaired, check_quiet, collect_waste, repair_s
 from tq_fs.operate._sessions import ListedSession, list_sessions
 from tq_fs.operate._show import show_session
 from tq_fs.operate._shown import ShownSegment, ShownSession, ShownStep
-from tq_fs.operate._space import Space, StoreSpace, age_classes, measure_space
+from tq_fs.operate._space import OLDER, Space, StoreSpace, age_classes, measure_space
 from tq_fs.operate._verify import verify_store, waste_of
 
 __all__ = [
     "GRACE_S",
+    "OLDER",
     "QUARANTINE",
     "REMEDIES",
     "WASTE",
