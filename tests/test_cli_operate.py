@@ -11,11 +11,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tq_fs
 from tests._rollouts import (
     FIELDS,
+    Op,
+    Rollout,
     contents,
     open_store,
     record,
@@ -336,6 +339,9 @@ def test_a_bucket_that_is_not_there_is_said_so(
     assert (code, "[bucket_missing]" in err) == (1, True)
     code, _, err = run(capsys, *words_of(command, f"s3://{bucket}/runs"))
     assert (code, "there is no store" in err) == (1, True)
+    tq_fs.open_store(f"s3://{bucket}/runs", fields=specs(FIELDS), store_id="run-7").close()
+    _, _, err = run(capsys, *words_of(command, f"s3://{bucket}/runs"))
+    assert "stores there (--store-id): 'run-7'" in err
 
 
 @pytest.mark.s3
@@ -354,3 +360,110 @@ def test_a_store_in_a_bucket_is_seen_beside_the_process_that_writes(
         record(store, "b", 2)  # and goes on
     code, out, _ = run(capsys, "verify", url, "--json", "-")
     assert (code, json.loads(out)["sessions"]) == (0, 3)
+
+
+# ---------------------------------------------------------------- show, repair, gc
+
+
+def test_show_prints_the_tree_the_segments_and_where_steps_lie(
+    filled: Path, capsys: Capture
+) -> None:
+    code, out, _ = run(capsys, "show", filled.as_uri(), "a")
+    assert code == 0
+    assert "3 Steps, as recorded" in out
+    assert re.search(r"^0 create: .*, local: steps/train/a/[0-9a-f]+/000000$", out, re.MULTILINE)
+    assert re.search(r"^│  1 append: ", out, re.MULTILINE)
+    assert re.search(r"^Segment lineage/0: .* Steps 0, 1, 2$", out, re.MULTILINE)
+    assert "  tqfs1:default/train/a/" in out
+    (path,) = filled.glob("default/steps/train/a/*/000001/logprobs/c.0")
+    path.unlink()
+    assert "NOT WHOLE, local: steps/train/a/" in run(capsys, "show", filled.as_uri(), "a")[1]
+    code, out, _ = run(capsys, "show", filled.as_uri(), "open")
+    assert (code, "3 Steps, without a manifest" in out) == (0, True)
+
+
+def test_a_branch_is_indented_and_a_long_chain_is_not(tmp_path: Path, capsys: Capture) -> None:
+    ops = [Op("create"), *[Op("append", 0)] * 30, Op("branch", 2), Op("append", 1)]
+    rollout = Rollout(FIELDS, "tito").play(ops, np.random.default_rng(1))
+    with open_store(tmp_path, FIELDS, persist_trajectories=True) as store:
+        session = store.session("a")
+        rollout.record(session)
+        session.finalize()
+    _, out, _ = run(capsys, "show", tmp_path.as_uri(), "a")
+    assert "\n│  30 append: " in out
+    assert "\n    └─ 31 branch: " in out
+    assert "\n    │  32 append: " in out
+
+
+def test_a_session_that_is_not_there_is_said_so(filled: Path, capsys: Capture) -> None:
+    code, out, err = run(capsys, "show", filled.as_uri(), "nobody")
+    assert (code, out) == (1, "")
+    assert "tq-fs ls names all sessions [session_missing]" in err
+
+
+def test_repair_says_what_it_would_do_and_does_it_when_it_may(
+    filled: Path, capsys: Capture
+) -> None:
+    damage(filled)
+    code, out, _ = run(capsys, "repair", filled.as_uri())
+    assert code == 1
+    assert re.search(r"^would remove: steps/train/open/\S+: 3 Steps", out, re.MULTILINE)
+    assert re.search(r"^would set aside: steps/train/a/\S+: Steps 1 cannot be read", out, re.M)
+    assert re.search(r"^  lost to training: tqfs1:default/train/a/\S+/lineage/0$", out, re.M)
+    assert "nothing was changed; --yes does it, and frees" in out
+    code, out, _ = run(capsys, "repair", filled.as_uri(), "--yes")
+    assert code == 0
+    assert re.search(r"^remove: steps/train/open/", out, re.MULTILINE)
+    assert re.search(r"^set aside: steps/train/a/", out, re.MULTILINE)
+    assert run(capsys, "verify", filled.as_uri())[0] == 0
+    code, out, _ = run(capsys, "repair", filled.as_uri(), "--yes", "--json", "-")
+    assert (code, json.loads(out)["actions"]) == (0, [])
+
+
+def test_gc_says_what_it_would_remove_and_does_it_when_it_may(
+    filled: Path, capsys: Capture
+) -> None:
+    code, out, _ = run(capsys, "gc", filled.as_uri())
+    assert code == 0
+    assert re.search(r"^would remove: steps/train/open/\S+: 3 Steps .*\(\d", out, re.MULTILINE)
+    code, out, _ = run(capsys, "gc", filled.as_uri(), "--yes")
+    assert (code, "freed " in out) == (0, True)
+    assert "nothing to do" in run(capsys, "gc", filled.as_uri(), "--yes")[1]
+    assert run(capsys, "verify", filled.as_uri())[0] == 0
+
+
+@pytest.mark.parametrize("command", ["repair", "gc"])
+def test_a_store_that_is_being_written_is_not_taken(
+    filled: Path, capsys: Capture, command: str
+) -> None:
+    with open_store(filled, FIELDS) as store:
+        code, _, err = run(capsys, command, filled.as_uri(), "--yes")
+        assert (code, "[store_busy]" in err) == (1, True)
+        record(store, "c", 3)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("command", ["repair", "gc"])
+def test_a_bucket_in_which_sessions_may_be_open_is_not_taken(
+    bucket: str, capsys: Capture, command: str
+) -> None:
+    url = f"s3://{bucket}/runs"
+    with tq_fs.open_store(url, fields=specs(FIELDS)) as store:
+        session = store.session("live")
+        short_rollout(FIELDS, 5).record(session)
+        code, _, err = run(capsys, command, url, "--yes")
+        assert (code, "--grace-s 0" in err) == (1, True)
+        session.finalize()  # it was not fenced
+    with tq_fs.open_store(url, fields=specs(FIELDS)) as store:
+        short_rollout(FIELDS, 5).record(store.session("lost"))
+    assert run(capsys, command, url, "--yes", "--grace-s", "0")[0] == 0
+    code, out, _ = run(capsys, "verify", url, "--grace-s", "0", "--json", "-")
+    assert (code, json.loads(out)["sessions"]) == (0, 1)
+
+
+@pytest.mark.parametrize("given", ["-1", "inf", "nan", "soon"])
+def test_a_grace_that_is_no_time_is_wrong_usage(given: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify", "file:///tmp/x", f"--grace-s={given}"])
+    assert exit_.value.code == 2
+    assert "--grace-s" in capsys.readouterr().err

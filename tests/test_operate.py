@@ -704,8 +704,8 @@ def test_a_bad_copy_is_made_anew_from_the_other_tier(bucket: str, tmp_path: Path
     assert path.read_bytes() == whole
     with opened_store(cold.url, cold.config, write=True) as store:
         key = str(path.relative_to(tmp_path / "default"))
-        store.tiers["back"].put(key, whole[:-1])
-    assert [(f.kind, f.tier) for f in cold.findings()] == [("truncated", "back")]
+        store.tiers["back"].put(key, flipped(whole))
+    assert [(f.kind, f.tier) for f in cold.findings()] == [("corrupt", "back")]
     done = repair(cold)
     assert [a.kind for a in done.actions] == ["mend"], done
     assert cold.findings() == []

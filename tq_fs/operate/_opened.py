@@ -16,6 +16,7 @@ from tq_fs.config import StoreConfig
 from tq_fs.embedded import reader_threads
 from tq_fs.keys import Incarnation
 from tq_fs.manifests import Catalog
+from tq_fs.operate._neighbours import naming_neighbours
 from tq_fs.places import Places, open_places
 from tq_fs.store_folder import LOCK_FILE
 
@@ -105,7 +106,8 @@ def opened_store(
     BucketMissing, StorageDenied, StorageFailed, InvalidConfig
     """
     with ExitStack() as opened:
-        places = open_places(url, config, read_only=not write, opened=opened, create=False)
+        with naming_neighbours(url, config):
+            places = open_places(url, config, read_only=not write, opened=opened, create=False)
         threads = max(_LEAST_THREADS, reader_threads(config, remote=places.remote))
         pool = opened.enter_context(ThreadPoolExecutor(threads, "tq-fs-operate"))
         yield OpenedStore(
