@@ -214,9 +214,13 @@ def test_json_goes_to_a_file_beside_the_text(
     path = tmp_path / "report.json"
     run(capsys, *words_of(command, filled.as_uri()), "--json", path)
     assert isinstance(json.loads(path.read_text()), dict)
-    code, _, err = run(capsys, *words_of(command, filled.as_uri()), "--json", tmp_path / "no" / "f")
-    assert code == 2
-    assert "--json" in err
+    before = contents(filled)
+    for more in [[], ["--yes"]] if command in {"repair", "gc"} else [[]]:
+        words = [*words_of(command, filled.as_uri()), *more]
+        code, out, err = run(capsys, *words, "--json", tmp_path / "no" / "f")
+        assert (code, out) == (2, "")
+        assert "--json" in err
+    assert contents(filled) == before  # it is noticed first
 
 
 @pytest.mark.parametrize("command", COMMANDS)

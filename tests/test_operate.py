@@ -414,7 +414,12 @@ def test_listing_holds_neither_sessions_nor_manifests(tmp_path: Path) -> None:
     with cold.opened() as looked, pytest.MonkeyPatch.context() as patch:
         read = looked.catalog.read
         reads: list[str] = []
-        patch.setattr(looked.catalog, "read", lambda path: (reads.append(path), read(path))[1])
+
+        def noted(path: str) -> Any:
+            reads.append(path)
+            return read(path)
+
+        patch.setattr(looked.catalog, "read", noted)
         listing = list_sessions(looked)
         for taken in range(1, 10):
             next(listing)

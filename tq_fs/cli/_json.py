@@ -18,6 +18,20 @@ STDOUT = "-"
 T = TypeVar("T")
 
 
+def check_json(where: str | None) -> None:
+    """Refuse a file that cannot be written, before the work whose report it is to hold.
+
+    Raises
+    ------
+    InvalidConfig
+    """
+    folder = None if where in {None, STDOUT} else Path(str(where)).parent
+    if folder is not None and not folder.is_dir():
+        raise InvalidConfig(
+            "its folder is not there", subject=f"--json {where}", remedy="name another file"
+        )
+
+
 def write_json(document: dict[str, Any], where: str) -> None:
     """Write a document to a file, or to standard output for ``-``."""
     with _opened(where) as file:

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from tq_fs.cli import _operate_text as text
-from tq_fs.cli._json import STDOUT, Interruptible, stream_json, write_json
+from tq_fs.cli._json import STDOUT, Interruptible, check_json, stream_json, write_json
 from tq_fs.config import StoreConfig
 from tq_fs.operate import (
     GRACE_S,
@@ -170,6 +170,7 @@ def config_of(arguments: argparse.Namespace) -> StoreConfig:
 
 @contextmanager
 def _opened(arguments: argparse.Namespace, *, write: bool = False) -> Iterator[OpenedStore]:
+    check_json(arguments.json)
     config, grace_s = config_of(arguments), arguments.grace_s
     if write:
         with opened_store(arguments.url, config, grace_s=grace_s) as store:
