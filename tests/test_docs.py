@@ -36,6 +36,7 @@ NEEDS = {
     "tq-fs bench cluster": "ray",
     "tq-fs bench proxy": "fastapi",
 }
+OPERATOR = tuple(f"tq-fs {name} " for name in ("ls", "show", "stat", "verify", "repair", "gc"))
 BUCKET = "s3://my-bucket/"  # of the pages; a bucket of the test's own takes its place
 
 
@@ -51,10 +52,11 @@ def blocks(language: str) -> list[tuple[str, str]]:
 def commands(*, cluster: bool = False) -> list[str]:
     """Return what is run here; or what tests/test_cluster_ray.py runs, on a cluster.
 
-    tests/test_docs_proxy.py runs what needs an engine.
+    tests/test_docs_proxy.py runs what needs an engine, tests/test_docs_operate.py what needs a
+    store.
     """
     found = [c for c in all_commands() if c.startswith("tq-fs cluster") == cluster]
-    found = [c for c in found if not c.startswith(("tq-fs proxy", "curl "))]
+    found = [c for c in found if not c.startswith(("tq-fs proxy", "curl ", *OPERATOR))]
     assert found
     return found
 

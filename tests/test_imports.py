@@ -38,6 +38,7 @@ LAYERS = (
     ("hydrate", "session", "embedded"),
     ("micro_batches", "values"),
     ("store",),
+    ("operate",),
     ("tq_fs",),
     ("cluster",),
     ("flags",),

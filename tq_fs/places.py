@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from tq_fs.backends import (
     ObjectBackend,
     Retry,
     TieredBackend,
+    mapped,
     open_object_backend,
 )
 from tq_fs.claim import take_claim
@@ -33,6 +34,7 @@ from tq_fs.store_folder import (
 )
 
 CACHES = ".cache"  # no store's folder begins with a dot
+_PARTS_OF_A_STORE = ("claims", "manifests", "pages", "steps", "values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,11 +187,21 @@ def open_objects(
 
 
 def _check_there(root: Path) -> None:
-    if not (root / STORE_FILE).is_file():
-        raise _no_store(str(root))
+    with mapped(str(root)):  # it may be there, where nobody else can look
+        if (root / STORE_FILE).is_file():
+            return
+        names = sorted(entry.name for entry in root.iterdir()) if root.is_dir() else []
+    raise _no_store(str(root), names)
 
 
-def _no_store(where: str) -> WrongStore:
+def _no_store(where: str, names: Sequence[str] = ()) -> WrongStore:
+    parts = [name for name in names if name in _PARTS_OF_A_STORE]
+    if parts:
+        return WrongStore(
+            f"holds {parts} and no {STORE_FILE}: half of a store",
+            subject=where,
+            remedy=f"restore its {STORE_FILE}; nothing was changed",
+        )
     return WrongStore(
         f"holds no {STORE_FILE}: there is no store",
         subject=where,
@@ -323,7 +335,7 @@ def _identify(backend: ObjectBackend, store_id: str, *, create: bool, read_only:
         )
     except ObjectMissing:
         if not create:
-            raise _no_store(backend.url) from None
+            raise _no_store(backend.url, list(backend.list(""))) from None
         if read_only:
             raise
         strange = list(backend.list(""))

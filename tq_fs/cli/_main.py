@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from tq_fs import __version__
 from tq_fs.cli import _report as report
 from tq_fs.cli._bench_proxy import add_bench_proxy
 from tq_fs.cli._cluster import add_cluster
+from tq_fs.cli._operate import INTERRUPTED, add_operate
 from tq_fs.cli._plan import add_plan
 from tq_fs.cli._proxy import add_proxy
 from tq_fs.config import StoreConfig
@@ -132,6 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TqFsError as error:
         print(f"tq-fs: {error} [{error.code}]", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("tq-fs: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of the output, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return code
 
 
@@ -144,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_recover(commands)
+    add_operate(commands)
     _add_serve(commands)
     add_cluster(commands)
     add_proxy(commands)

@@ -10,6 +10,7 @@ from tq_fs.steps._arrays import (
     default_codec,
     encode_array,
     form_of_layout,
+    shard_index,
 )
 from tq_fs.steps._codecs import check, decode, verify
 from tq_fs.steps._encode import EncodedStep, FieldArray, encode_step
@@ -19,6 +20,7 @@ from tq_fs.steps._entry import (
     ArrayEntry,
     StepAttributes,
     StepEntry,
+    attributes_json,
     check_schema,
     read_attributes,
 )
@@ -43,6 +45,7 @@ __all__ = [
     "StepEntry",
     "array_form",
     "array_json",
+    "attributes_json",
     "check",
     "check_schema",
     "decode",
@@ -54,5 +57,6 @@ __all__ = [
     "known_layout",
     "layout_for",
     "read_attributes",
+    "shard_index",
     "verify",
 ]

@@ -128,7 +128,7 @@ def array_form(
 
 def form_of_layout(name: str, layout: ArrayLayout, memory: str, layered: bool) -> Form:
     """Return the form of arrays of a name and a layout."""
-    index = _shard_index(layout, None) if layout.sharded else b""
+    index = shard_index(layout, None) if layout.sharded else b""
     entry = ArrayEntry(
         shape=layout.shape,
         dtype=layout.dtype,
@@ -143,7 +143,7 @@ def form_of_layout(name: str, layout: ArrayLayout, memory: str, layered: bool) -
     return Form(name, layout, member, f"{name}/{GROUP}", (array_json(layout),), entry, index)
 
 
-def _shard_index(layout: ArrayLayout, sizes: Sequence[int] | None) -> bytes:
+def shard_index(layout: ArrayLayout, sizes: Sequence[int] | None) -> bytes:
     """Return the Zarr shard index: (offset, length) of each chunk in C order, and a CRC-32C."""
     blocks, groups = layout.grid
     offsets = layout.offsets(sizes)
@@ -180,7 +180,7 @@ def seal(form: Form, chunks: Sequence[Chunk]) -> tuple[ArrayEntry, Sequence[Buff
     compressed = [Chunk(_codecs.compress(chunk.data, layout)) for chunk in chunks]
     extra = CHECKSUM_BYTES if layout.checksum else 0
     sizes = tuple(chunk.data.size + extra for chunk in compressed)
-    index = _shard_index(layout, sizes) if layout.sharded else b""
+    index = shard_index(layout, sizes) if layout.sharded else b""
     entry = msgspec.structs.replace(form.entry, nbytes=sum(sizes) + len(index), sizes=sizes)
     return entry, _buffers(layout, compressed, index)
 
