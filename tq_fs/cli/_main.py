@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tq_fs import __version__
 from tq_fs.cli import _report as report
+from tq_fs.cli._bench_memory import add_bench_memory
 from tq_fs.cli._bench_proxy import add_bench_proxy
 from tq_fs.cli._cluster import add_cluster
 from tq_fs.cli._operate import INTERRUPTED, add_operate
@@ -166,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_cluster(benches)
     _add_transfer_queue(benches)
     add_bench_proxy(benches)
+    add_bench_memory(benches)
     return parser
 
 
