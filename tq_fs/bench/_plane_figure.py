@@ -31,6 +31,7 @@ COMPONENT_LABELS = {
 }
 PEAKS, OVER_TIME = "memory-peaks.png", "memory-over-time.png"
 INK = "#444444"
+_DASHES = {CENTRAL: "-", QUEUE: "-", NVME: "-", S3: "--"}  # where two agree, both are seen
 _BARS = 0.8  # of a component's room
 
 
@@ -89,8 +90,8 @@ def _scale(runs: Mapping[str, Run]) -> Scale:
 def _title(runs: Mapping[str, Run]) -> str:
     run = next(iter(runs.values()))
     return (
-        f"Trajectories on the master node: {run.trajectories:,} with {run.segments:,} Segments of "
-        f"together {run.tokens:,} tokens, payload {size_text(run.payload_bytes)}"
+        f"{run.trajectories:,} trajectories on the master node: {run.segments:,} Segments, "
+        f"{run.tokens:,} tokens, {size_text(run.payload_bytes)} of logprobs and routed experts"
     )
 
 
@@ -116,8 +117,12 @@ def _totals(axes: Axes, runs: Mapping[str, Run], scale: Scale) -> None:
         if path != CENTRAL and CENTRAL in runs:
             text += f"\n{change(peak(run), peak(runs[CENTRAL]))}"
         _above(axes, at, peak(run) / scale.bytes, text)
-    axes.set_xticks(range(len(runs)), [STYLES[path][1].replace(" ", "\n") for path in runs])
+    axes.set_xticks(range(len(runs)), [_narrow(STYLES[path][1]) for path in runs])
     _dress(axes, "(a) peak of the data plane", scale)
+
+
+def _narrow(label: str) -> str:
+    return label.replace(" ", "\n").replace("rQ", "r-\nQ")
 
 
 def _components(axes: Axes, runs: Mapping[str, Run], scale: Scale) -> None:
@@ -131,8 +136,7 @@ def _components(axes: Axes, runs: Mapping[str, Run], scale: Scale) -> None:
             told = label if at == 0 else None
             axes.bar(x, size / scale.bytes, width=width * 0.92, color=color, label=told)
             if size:
-                text = f"{size / scale.bytes:,.{2 if size < 10 * scale.bytes else 0}f}"
-                _above(axes, x, size / scale.bytes, text, small=True)
+                _above(axes, x, size / scale.bytes, size_text(size), small=True)
     axes.set_xticks(range(len(COMPONENT_LABELS)), list(COMPONENT_LABELS.values()))
     _dress(axes, "(b) peak of each component, at a moment of its own", scale)
     _legend(axes)
@@ -161,9 +165,8 @@ def _over_time(runs: Mapping[str, Run]) -> Figure:
         2, 1, sharex=True, height_ratios=(6, 0.35 + 0.35 * len(runs)), squeeze=True
     )
     scale = _scale(runs)
-    for path, run in runs.items():
-        _line(above, path, run, scale)
     for row, (path, run) in enumerate(runs.items()):
+        _line(above, path, run, scale)
         _phases(below, path, run, row)
     above.plot([], [], ":", color=INK, linewidth=1, label="page cache of the store's files")
     _dress(above, "The data plane's memory over time", scale)
@@ -179,7 +182,7 @@ def _line(axes: Axes, path: str, run: Run, scale: Scale) -> None:
     totals = [sample.total / scale.bytes for sample in run.samples]
     cached = [sample.page_cache / scale.bytes for sample in run.samples]
     told = f"{label}: peak {size_text(peak(run))}"
-    axes.plot(seconds, totals, color=color, linewidth=1.8, label=told, zorder=3)
+    axes.plot(seconds, totals, _DASHES[path], color=color, linewidth=1.8, label=told, zorder=3)
     if any(cached):
         axes.plot(seconds, cached, ":", color=color, linewidth=1)
 
@@ -212,7 +215,7 @@ def _dress_phases(axes: Axes, runs: Mapping[str, Run]) -> None:
 def _dress(axes: Axes, title: str, scale: Scale) -> None:
     axes.set_title(title, fontsize="medium")
     axes.set_ylabel(f"memory [{scale.name}]")
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
