@@ -111,7 +111,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     "arguments",
     [
         *(["demo"], ["recover"], ["serve"], ["bench", "step"], ["bench", "s3"]),
-        *(["bench", "channel"], ["bench", "controller"]),
+        *(["bench", "channel"], ["bench", "controller"], ["bench", "memory"]),
     ],
 )
 def test_help_shows_an_example(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

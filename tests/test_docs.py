@@ -29,11 +29,13 @@ SHORTER = {
     "tq-fs bench cluster": "--repeats 1 --steps 30500 --bytes 100000000 --sessions 2 --root {tmp}",
     "tq-fs bench proxy": "--repeats 1 --sessions 2 --turns 2 --tokens 64 --long-tokens 512 "
     "--layers 4 --held-sessions 1 --held-turns 4 --root {tmp}",
+    "tq-fs bench memory": "--payload 4MiB --paths central,nvme --rollouts 2 --root {tmp}",
     "tq-fs bench s3": "--server moto --objects 8 --repeats 1 --write-back-bytes 1000000",
 }
 NEEDS = {
     "tq-fs plan": "matplotlib",
     "tq-fs bench cluster": "ray",
+    "tq-fs bench memory": "ray",
     "tq-fs bench proxy": "fastapi",
 }
 OPERATOR = tuple(f"tq-fs {name} " for name in ("ls", "show", "stat", "verify", "repair", "gc"))

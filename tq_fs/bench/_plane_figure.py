@@ -42,7 +42,7 @@ class Scale(NamedTuple):
     name: str
 
 
-def prepare(folder: Path) -> None:
+def prepare_pictures(folder: Path) -> None:
     """Make the folder; refuse, before anything is measured, what could not be drawn afterwards.
 
     Raises
@@ -61,7 +61,7 @@ def prepare(folder: Path) -> None:
         ) from error
 
 
-def draw(measured: Measured, folder: Path) -> list[Path]:
+def draw_pictures(measured: Measured, folder: Path) -> list[Path]:
     """Write both pictures, of the runs with the first payload, into a folder that is there."""
     runs = firsts(measured)
     if not runs:

@@ -26,12 +26,33 @@ from tq_fs.bench._plane_compare import (
     left_out,
     peak,
 )
-from tq_fs.bench._plane_measured import CENTRAL, NVME, QUEUE, S3, Measured, MemoryBench, Run
+from tq_fs.bench._plane_figure import draw_pictures, prepare_pictures
+from tq_fs.bench._plane_measured import (
+    CENTRAL,
+    NVME,
+    PATHS,
+    QUEUE,
+    S3,
+    Measured,
+    MemoryBench,
+    Run,
+)
 from tq_fs.bench._targets import Target, at_least, at_most, targets_table
 from tq_fs.errors import DependencyMissing
 from tq_fs.planner import size_text
 
-__all__ = ["TARGETS", "Measured", "MemoryBench", "document", "figures", "measure", "show"]
+__all__ = [
+    "PATHS",
+    "TARGETS",
+    "Measured",
+    "MemoryBench",
+    "document",
+    "draw_pictures",
+    "figures",
+    "measure",
+    "prepare_pictures",
+    "show",
+]
 
 PATH_NAMES = {
     CENTRAL: "centralized",

@@ -81,13 +81,12 @@ def add_bench_memory(benches: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _bench_memory(arguments: argparse.Namespace) -> int:
-    from tq_fs.bench import _plane_figure as figure  # noqa: PLC0415  # only this command needs it
-    from tq_fs.bench import memory  # noqa: PLC0415
+    from tq_fs.bench import memory  # noqa: PLC0415  # only this command needs it
 
     bench = _settings(arguments)
     check_json(arguments.json)
     if arguments.figures:
-        figure.prepare(arguments.figures)
+        memory.prepare_pictures(arguments.figures)
     console = Console(stderr=arguments.json == STDOUT)
     console.width = max(console.width, _WIDTH)  # a number that is cut off is worse than a long line
     measured = memory.measure(bench, console)
@@ -96,7 +95,7 @@ def _bench_memory(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(document, arguments.json)
     if arguments.figures:
-        figure.draw(measured, arguments.figures)
+        memory.draw_pictures(measured, arguments.figures)
     return 0 if document.get("identical", True) else 1
 
 
@@ -123,7 +122,7 @@ def _payloads(text: str) -> tuple[int, ...]:
 
 def _paths(text: str) -> tuple[str, ...]:
     """Return the paths in the order in which they are always told."""
-    from tq_fs.bench._plane_measured import PATHS  # noqa: PLC0415
+    from tq_fs.bench.memory import PATHS  # noqa: PLC0415
 
     wanted = {name.strip() for name in text.split(",")}
     unknown = sorted(wanted - set(PATHS))
