@@ -313,8 +313,8 @@ def test_the_lines_are_the_totals_over_time_and_the_page_cache() -> None:
     nvme = next(one for one in of(NVME) if one.payload_bytes == PAYLOADS[0])
     above, below = figure._over_time({NVME: nvme}).axes
     total, cache = above.lines[:2]
-    assert np.array_equal(total.get_xydata(), [[0, 270], [1, 270]])  # type: ignore[arg-type]
-    assert np.array_equal(cache.get_xydata(), [[0, 300], [1, 200]])  # type: ignore[arg-type]
+    assert np.array_equal(total.get_xydata(), [[0, 270], [1, 270]])
+    assert np.array_equal(cache.get_xydata(), [[0, 300], [1, 200]])
     assert cache.get_linestyle() == ":"
     assert len(below.collections) == 2  # rollouts and training
 
