@@ -8,16 +8,20 @@ import griffe
 
 ROLE = re.compile(r":[a-z]+:`(~?)([^`]+)`")
 EXAMPLE = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
-TABLE = re.compile(r"^=+  .*^=+  [= ]*$", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^=+  .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 class PlainDocstrings(griffe.Extension):
     """Rewrites each docstring before it is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
-        """Rewrite one."""
+        """Rewrite that of a member."""
         if obj.docstring:
             obj.docstring.value = markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
+        """Rewrite that of the package, which is nobody's member."""
+        self.on_object(obj=pkg)
 
 
 def markdown(text: str) -> str:
