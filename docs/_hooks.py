@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)#:\s]+)(\)|#)")
+FETCHED = re.compile(r"<(?:img|link|script)\b[^>]*?(?:href|src)=[\"']?((?:https?:)?//[^\"'\s>]+)")
 HELP = "<!-- the help of every command: docs/_hooks.py -->"
 SHOWN = "files"
 """Folder of the site with what lies outside of docs/ and is linked to."""
@@ -30,11 +31,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File, InclusionLevel  # noqa: PLC0415 (tests do without)
 
     sources = {page.src_uri: page.content_string for page in files.documentation_pages()}
-    for path in sorted({p for uri, text in sources.items() for p in outside(uri, text)}):
-        for shown in [path, *sorted(path.iterdir())] if path.is_dir() else [path]:
-            page = File.generated(config, page_of(shown), content=content_of(shown))
-            page.inclusion = InclusionLevel.NOT_IN_NAV
-            files.append(page)
+    linked = {path for uri, text in sources.items() for path in outside(uri, text)}
+    linked |= {path for folder in linked if folder.is_dir() for path in folder.iterdir()}
+    for path in sorted(linked):
+        page = File.generated(config, page_of(path), content=content_of(path))
+        page.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(page)
     return files
 
 
@@ -42,6 +44,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Lead links out of docs/ to the pages above, and put the help in its place."""
     del config, files
     return moved(page.file.src_uri, markdown).replace(HELP, help_text())
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site that would make a browser fetch something from elsewhere."""
+    for page in sorted(Path(config.site_dir).glob("**/*.html")):
+        if sources := fetched(page.read_text()):
+            raise SystemExit(f"{page}: fetches {', '.join(sources)}")
+
+
+def fetched(html: str) -> list[str]:
+    """Return the URLs of other hosts that a browser fetches to show a page."""
+    return FETCHED.findall(html)
 
 
 def outside(uri: str, text: str) -> Iterator[Path]:
