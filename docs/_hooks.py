@@ -32,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     sources = {page.src_uri: page.content_string for page in files.documentation_pages()}
     linked = {path for uri, text in sources.items() for path in outside(uri, text)}
-    linked |= {path for folder in linked if folder.is_dir() for path in folder.iterdir()}
+    linked |= {path for folder in linked for path in below(folder)}
     for path in sorted(linked):
         page = File.generated(config, page_of(path), content=content_of(path))
         page.inclusion = InclusionLevel.NOT_IN_NAV
@@ -79,6 +79,11 @@ def moved(uri: str, text: str) -> str:
     return LINK.sub(replaced, text)
 
 
+def below(folder: Path) -> list[Path]:
+    """Return the files of a folder, and of the folders in it."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc")
+
+
 def page_of(path: Path) -> str:
     """Return the page that shows a file or folder."""
     name = path.relative_to(ROOT).as_posix()
@@ -89,7 +94,8 @@ def content_of(path: Path) -> str:
     """Return that page's text."""
     title = f"# `{path.relative_to(ROOT).as_posix()}`\n\n"
     if path.is_dir():
-        return title + "".join(f"- [{p.name}]({p.name}.md)\n" for p in sorted(path.iterdir()))
+        pages = {p: posixpath.relpath(page_of(p), page_of(path) + "/..") for p in below(path)}
+        return title + "".join(f"- [{p.relative_to(path)}]({page})\n" for p, page in pages.items())
     if path.suffix == ".md":
         return path.read_text()
     return f"{title}````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}````\n"

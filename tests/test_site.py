@@ -123,6 +123,7 @@ def test_a_file_that_is_shown_is_shown_whole(hooks: ModuleType) -> None:
     path = ROOT / "examples/configs/tiered.yaml"
     assert f"````yaml\n{path.read_text()}````" in hooks.content_of(path)
     assert "(tiered.yaml.md)" in hooks.content_of(path.parent)
+    assert "(configs/tiered.yaml.md)" in hooks.content_of(path.parent.parent)
 
 
 def test_docstrings_become_markdown() -> None:
