@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from tq_fs.cli._main import _parser
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)#:\s]+)(\)|#)")
-FETCHED = re.compile(r"<(?:img|link|script)\b[^>]*?(?:href|src)=[\"']?((?:https?:)?//[^\"'\s>]+)")
+FETCHED = re.compile(
+    r"<(?:img|script|link(?![^>]*canonical))\b[^>]*?(?:href|src)=[\"']?((?:https?:)?//[^\"'\s>]+)"
+)
 HELP = "<!-- the help of every command: docs/_hooks.py -->"
 SHOWN = "files"
 """Folder of the site with what lies outside of docs/ and is linked to."""
@@ -103,10 +106,10 @@ def content_of(path: Path) -> str:
 
 def help_text() -> str:
     """Return the help of every command, each under its own heading."""
-    os.environ["COLUMNS"] = "96"
-    return "\n\n".join(
-        f"## {parser.prog}\n\n```text\n{parser.format_help()}```" for parser in commands(_parser())
-    )
+    with mock.patch.dict(os.environ, COLUMNS="96"):
+        return "\n\n".join(
+            f"## {p.prog}\n\n```text\n{p.format_help()}```" for p in commands(_parser())
+        )
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

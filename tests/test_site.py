@@ -89,6 +89,7 @@ def test_a_page_that_makes_a_browser_fetch_something_is_noticed(hooks: ModuleTyp
     assert hooks.fetched("<link rel=stylesheet href=//fonts.example/css>") == [
         "//fonts.example/css"
     ]
+    assert hooks.fetched('<link rel="canonical" href="http://127.0.0.1:8000/README.html">') == []
     assert hooks.fetched('<a href="https://zarr.dev"><img src="images/tiers.svg"></a>') == []
 
 
