@@ -1,6 +1,6 @@
 # Two commands do all set-up on a machine with python3 and make:
 #   make demo    a real MoE rollout, through the store, to the trainer's tensors
-#   make test    tests, TransferQueue's suites, ruff and mypy --strict, by tox
+#   make test    tests, TransferQueue's suites, ruff, mypy --strict and the docs, by tox
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
