@@ -95,13 +95,14 @@ class Traffic:
             payload = _payloads(self.shape)[source % _PAYLOADS]
             first = source % _WINDOWS
             window = slice(first, first + self.shape.tokens - opens)
-            ids = (np.arange(self.shape.tokens, dtype=np.int32) * 7919 + source) % _VOCABULARY
+            ids = np.arange(self.shape.tokens, dtype=np.int32) * 7919 + source % 9973
+            ids %= _VOCABULARY
             prompt = self.shape.tokens // _PROMPT_SHARE
             yield StepInput(
                 kind="append" if not opens else "boundary" if number else "create",
                 parent=number - 1 if number else None,
-                context=ids[:prompt].astype(np.int32),
-                response=ids[prompt:].astype(np.int32),
+                context=ids[:prompt],
+                response=ids[prompt:],
                 values={
                     LOGPROBS: payload.logprobs[first : first + self.shape.tokens],
                     ROUTED: payload.ids[window] % self.experts,
