@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,6 +91,10 @@ class RolloutManager:
                 for data, part in enumerate(parts)
             )
         return Rollout(rollout_id=rollout_id, shards=shards, object_store_bytes=watch.growth_bytes)
+
+    def pid(self) -> int:
+        """Return the process, for operators and benchmarks."""
+        return os.getpid()
 
     def _removed(self, segments: Sequence[Segment]) -> list[bool]:
         if self._keep is None:

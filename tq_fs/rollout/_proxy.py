@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,6 +38,8 @@ class ProxyConfig:
         Who has to release each Segment.
     mode, views
         See :meth:`tq_fs.Store.session` and :meth:`tq_fs.Session.finalize`.
+    compact
+        Whether ids that stay in memory are kept in their stored type.
     cpus
         As Ray counts them.
     """
@@ -46,6 +49,7 @@ class ProxyConfig:
     consumers: tuple[str, ...] = ("train",)
     mode: Mode = "tito"
     views: tuple[str, ...] = ("lineage",)
+    compact: bool = False
     cpus: float = 0.0
 
 
@@ -55,7 +59,7 @@ class Proxy:
     def __init__(self, config: ProxyConfig, agent: Agent) -> None:
         self._config = config
         self._agent = agent
-        self._store = open_here(config.store_id, config.fields)
+        self._store = open_here(config.store_id, config.fields, compact=config.compact)
 
     def rollout(self, session_id: str) -> list[Segment]:
         """Play one session and return its Segments; what fails leaves nothing behind."""
@@ -71,6 +75,10 @@ class Proxy:
     def passed(self) -> Passed:
         """Return what has passed between this process and the units."""
         return self._store.passed()
+
+    def pid(self) -> int:
+        """Return the process, for operators and benchmarks."""
+        return os.getpid()
 
     def close(self) -> None:
         """Close the store; idempotent."""

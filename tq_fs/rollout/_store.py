@@ -10,9 +10,13 @@ from tq_fs.store import Store, open_store
 
 
 def open_here(
-    store_id: str | None, fields: Sequence[FieldSpec], *, consumers: Sequence[str] = ()
+    store_id: str | None,
+    fields: Sequence[FieldSpec],
+    *,
+    consumers: Sequence[str] = (),
+    compact: bool = False,
 ) -> Store:
     """Open the store that runs on this Ray cluster; None for the in-memory path."""
     if store_id is None:
-        return open_store(None, fields=fields)
-    return cluster.attach(store_id).store(fields, consumers=consumers)
+        return open_store(None, fields=fields, compact=compact)
+    return cluster.attach(store_id).store(fields, consumers=consumers, compact=compact)
