@@ -723,6 +723,49 @@ def test_a_bad_copy_is_made_anew_from_the_other_tier(bucket: str, tmp_path: Path
         store_.hydrate(refs)
 
 
+@pytest.mark.s3
+@pytest.mark.parametrize("policy", ["write-through", "write-back"])
+@pytest.mark.parametrize("name", ["logprobs/c.0", "zarr.json"])
+def test_a_copy_that_was_cut_in_the_bucket_is_made_anew_from_the_front(
+    bucket: str, tmp_path: Path, name: str, policy: str
+) -> None:
+    config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": policy}})
+    cold = Cold(f"s3://{bucket}/runs", config)
+    refs = fill(cold)
+    (path,) = tmp_path.glob(f"default/steps/train/a/*/000001/try-*/{name}")
+    whole, key = path.read_bytes(), str(path.relative_to(tmp_path / "default"))
+    with opened_store(cold.url, cold.config, write=True) as store:
+        store.tiers["back"].put(key, whole[:-5])
+    assert {(f.kind, f.tier) for f in cold.findings()} <= {
+        ("truncated", "back"),
+        ("corrupt", "back"),
+    }
+    assert cold.findings()
+    repair(cold)
+    assert cold.findings() == []
+    assert path.read_bytes() == whole
+    with opened_store(cold.url, cold.config) as store:
+        assert store.tiers["back"].get(key) == whole
+    with cold.open(read_only=True) as store_:
+        store_.hydrate(refs)
+
+
+@pytest.mark.s3
+def test_a_copy_that_was_cut_in_front_is_dropped_when_the_store_is_opened(
+    bucket: str, tmp_path: Path
+) -> None:
+    config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": "write-through"}})
+    cold = Cold(f"s3://{bucket}/runs", config)
+    refs = fill(cold)
+    (path,) = tmp_path.glob("default/steps/train/a/*/000001/try-*/logprobs/c.0")
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [(f.kind, f.tier) for f in cold.findings()] == [("truncated", "front")]
+    with cold.open() as store:
+        assert not path.exists()
+        store.hydrate(refs)
+    assert cold.findings() == []
+
+
 # ---------------------------------------------------------------- gc
 
 
