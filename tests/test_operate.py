@@ -8,7 +8,7 @@ import shutil
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from tq_fs.operate import (
     show_session,
     verify_store,
 )
+from tq_fs.served import ServedStore
 
 # ---------------------------------------------------------------- stores that are damaged by hand
 
@@ -97,14 +98,17 @@ def fill(cold: Cold) -> list[str]:
     return refs
 
 
-@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(params=["local", "served", pytest.param("s3", marks=pytest.mark.s3)])
 def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cold]:
     """Give a store of two finalized sessions with several chunks in each object."""
-    url = tmp_path.as_uri()
-    if request.param == "s3":
-        url = f"s3://{request.getfixturevalue('bucket')}/runs"
     config = StoreConfig.of({"persist_trajectories": True, "prepared_groups": 0, "layer_groups": 2})
-    with small_chunks():
+    with small_chunks(), ExitStack() as opened:
+        url = tmp_path.as_uri()
+        if request.param == "s3":
+            url = f"s3://{request.getfixturevalue('bucket')}/runs"
+        elif request.param == "served":
+            served = ServedStore(url, local=[f"unix:{tmp_path}/socket"])
+            url = opened.enter_context(served).urls[0]
         made = Cold(url, config)
         fill(made)
         yield made
