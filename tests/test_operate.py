@@ -361,6 +361,28 @@ def test_in_a_bucket_the_time_of_grace_tells_open_sessions_from_orphans(bucket: 
 
 
 @pytest.mark.s3
+@pytest.mark.parametrize("driver", ["obstore", "s3fs"])
+def test_in_a_bucket_a_long_session_that_goes_on_is_no_orphan(bucket: str, driver: str) -> None:
+    """It began before the time of grace, and has just written a Step."""
+    cold = Cold(f"s3://{bucket}/runs", StoreConfig(driver=driver))
+    with cold.open() as store:
+        short_rollout(FIELDS, 3).record(store.session("long"))
+    long_ago = f"{time.time_ns() - 10**15:016x}"
+    with cold.raw() as backend:
+        for key, _ in list(backend.walk("steps")):
+            parts = key.split("/")
+            parts[3] = long_ago + parts[3][16:]
+            backend.put("/".join(parts), backend.get(key))
+            backend.delete(key)
+    with cold.opened(grace_s=60) as looked:
+        found = verify_store(looked)
+        assert (found.findings, found.open_sessions) == ([], 1)
+        with pytest.raises(StoreBusy, match="--grace-s 0"):
+            check_quiet(looked)
+    assert [f.kind for f in cold.findings()] == ["orphan"]
+
+
+@pytest.mark.s3
 def test_both_tiers_are_verified(bucket: str, tmp_path: Path) -> None:
     config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": "write-through"}})
     cold = Cold(f"s3://{bucket}/runs", config)

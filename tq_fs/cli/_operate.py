@@ -146,8 +146,9 @@ def _add(
         type=_seconds,
         default=GRACE_S,
         metavar="N",
-        help="where no lock tells whether a process writes: sessions without a manifest that began "
-        "less than N seconds ago may still be recorded; 0: nobody writes (default: %(default)g)",
+        help="where no lock tells whether a process writes: sessions without a manifest that "
+        "began, or wrote a Step, less than N seconds ago may still be recorded; 0: nobody writes "
+        "(default: %(default)g)",
     )
     add("--json", metavar="FILE", help="write the report as JSON; - is standard output")
     return parser

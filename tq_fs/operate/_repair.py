@@ -112,7 +112,7 @@ def check_quiet(store: OpenedStore) -> None:
     found = verify_store(store, data=False)
     if found.open_sessions and store.is_written is None:
         raise StoreBusy(
-            f"{found.open_sessions} sessions without a manifest began less than "
+            f"{found.open_sessions} sessions without a manifest began, or wrote a Step, less than "
             f"{store.grace_s:g} s ago: a process may still record them",
             subject=store.places.url,
             remedy="end the run first; --grace-s 0 where nobody writes",
