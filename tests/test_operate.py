@@ -33,12 +33,13 @@ from tests._rollouts import (
 )
 from tq_fs.backends import Backend, LocalBackend
 from tq_fs.config import StoreConfig
-from tq_fs.errors import SessionMissing, StoreBusy
+from tq_fs.errors import SessionMissing, StoreBusy, StoreFenced
 from tq_fs.operate import (
     OLDER,
     Finding,
     OpenedStore,
     Repaired,
+    Verified,
     check_quiet,
     collect_waste,
     list_sessions,
@@ -747,6 +748,39 @@ def test_a_bad_copy_is_made_anew_from_the_other_tier(bucket: str, tmp_path: Path
     assert cold.findings() == []
     with cold.open(read_only=True) as store_:
         store_.hydrate(refs)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("damage", [flip_bit, flip_bit_of_the_manifest, add_a_step], ids=named)
+def test_a_repair_touches_nothing_of_a_job_that_has_taken_the_bucket_since(
+    bucket: str, damage: Callable[[Cold], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It verifies for hours, and a supervisor starts the job again meanwhile."""
+    cold = Cold(f"s3://{bucket}/runs", StoreConfig.of({"persist_trajectories": True}))
+    with small_chunks(), ExitStack() as opened:
+        fill(cold)
+        damage(cold)
+        live: list[tq_fs.Session] = []
+
+        def verify(*args: Any, **more: Any) -> Verified:
+            found = verify_store(*args, **more)
+            if not live:
+                job = opened.enter_context(cold.open())
+                live.append(job.session("live"))
+                short_rollout(FIELDS, 3).record(live[0])
+            return found
+
+        monkeypatch.setattr("tq_fs.operate._repair.verify_store", verify)
+        with (
+            opened_store(cold.url, cold.config, write=True) as store,
+            pytest.raises(StoreFenced),
+        ):
+            repair_store(store, dry_run=False, progress=lambda s, n: None)
+        refs = refs_of(live[0].finalize())
+        opened.close()
+        with cold.open(read_only=True) as store_:
+            store_.hydrate(refs)
+    assert damage is add_a_step or [f.path for f in cold.findings()]
 
 
 @pytest.mark.s3

@@ -60,12 +60,15 @@ def repair_store(store: OpenedStore, *, dry_run: bool, progress: Progress) -> Re
         actions = [_removal(f) for f in found if f.kind in WASTE]
         actions += [a for _, a in plan_repair(store, _broken(found))]
         return Repaired(dry_run=True, actions=actions, found=found, left=found)
-    done = [_removal(f) for f in found if f.kind in WASTE]
-    _remove(store, [f for f in found if f.kind in WASTE])
+    done = _remove(store, found)
     rebuilt = _rebuild(store) if any(f.kind == "unreadable" for f in found) else ()
     broken = [f for f in _broken(found) if f.path not in rebuilt]
-    broken += verify_store(store, only=rebuilt).findings if rebuilt else []
+    if rebuilt:
+        again = verify_store(store, only=rebuilt).findings
+        done += _remove(store, again)
+        broken += _broken(again)
     for act, action in plan_repair(store, broken):
+        store.places.fence()
         act()
         done.append(action)
     left = verify_store(store, data=False)
@@ -126,7 +129,9 @@ def _removal(finding: Finding) -> Action:
     return Action(kind="remove", place=finding.place, detail=finding.detail, nbytes=finding.nbytes)
 
 
-def _remove(store: OpenedStore, waste: Iterable[Finding]) -> None:
+def _remove(store: OpenedStore, findings: Iterable[Finding]) -> list[Action]:
+    """Remove what findings say is needed by nobody; return what was done."""
+    waste = [finding for finding in findings if finding.kind in WASTE]
     for finding in waste:
         store.places.fence()
         if finding.place.startswith("manifests/"):
@@ -134,10 +139,14 @@ def _remove(store: OpenedStore, waste: Iterable[Finding]) -> None:
             store.places.steps.delete(f"steps/{finding.path}")
         else:
             store.places.steps.delete(finding.place)
+    return [_removal(finding) for finding in waste]
 
 
 def _rebuild(store: OpenedStore) -> tuple[str, ...]:
-    """Make manifests that cannot be used anew, where trajectory and Steps are whole."""
+    """Make manifests that cannot be used anew, where trajectory and Steps are whole.
+
+    A controller's start would do so too, and sweep; another process may record by now.
+    """
     places = store.places
     controller = Controller(
         store.catalog,
@@ -147,4 +156,4 @@ def _rebuild(store: OpenedStore) -> tuple[str, ...]:
         fence=places.fence,
         pool=store.pool if places.remote else None,
     )
-    return controller.recover(rebuild=True).rebuilt
+    return controller.rebuild()
