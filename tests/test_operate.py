@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import shutil
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -332,6 +334,17 @@ def test_looking_takes_no_lock_from_a_writer(tmp_path: Path) -> None:
         assert len(list(list_sessions(looked))) == 3
 
 
+def test_a_writer_that_starts_just_when_somebody_looks_gets_the_store(tmp_path: Path) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    fill(cold)
+    with (tmp_path / "default" / ".lock").open() as asking, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        begun = pool.submit(lambda: cold.open().close())
+        time.sleep(0.02)
+        fcntl.flock(asking, fcntl.LOCK_UN)
+        begun.result(timeout=20)
+
+
 def test_a_session_released_while_it_is_verified_is_no_finding(tmp_path: Path) -> None:
     cold = Cold(tmp_path.as_uri(), StoreConfig())
     with open_store(tmp_path, FIELDS) as store:
@@ -612,10 +625,29 @@ def test_metadata_is_mended_to_the_byte(cold: Cold) -> None:
 
 def test_a_damaged_manifest_is_made_anew(cold: Cold) -> None:
     flip_bit_of_the_manifest(cold)
+    (would,) = repair(cold, dry_run=True).actions
+    assert would.kind == "mend"
+    assert "made anew" in would.detail
     done = repair(cold)
     assert len(done.rebuilt) == 1
     with cold.opened() as looked:
         assert {s.state for s in list_sessions(looked)} == {"finalized"}
+
+
+def test_a_session_whose_state_is_damaged_is_set_aside_and_its_segments_are_named(
+    tmp_path: Path,
+) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    with cold.open() as store:
+        session = store.session("a")
+        turning_rollout().record(session)
+        good, bad = refs_of(session.finalize())
+        store.release([bad], "train")
+    cold.change(first(cold, "train/a/", "state-"), flipped)
+    for dry_run in (True, False):
+        (action,) = repair(cold, dry_run=dry_run).actions
+        assert (action.kind, action.refs) == ("set aside", (good, bad))
+    assert cold.findings() == []
 
 
 def test_segments_that_can_be_read_stay_and_the_others_are_set_aside(cold: Cold) -> None:
@@ -667,6 +699,27 @@ def test_what_was_released_of_segments_set_aside_releases_nothing_else(tmp_path:
         store.hydrate([good])
         assert list(store.unreleased()) == [good]
     assert cold.findings() == []
+
+
+def test_a_release_of_a_segment_that_was_set_aside_ends_no_session(tmp_path: Path) -> None:
+    """A writer that was fenced may still write what it had noted."""
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    with cold.open() as store:
+        session = store.session("a")
+        turning_rollout().record(session)
+        good, bad = refs_of(session.finalize(consumers=("actor", "critic")))
+        store.release([bad], "actor")
+    noted = first(cold, "train/a/", "state-")
+    document = json.loads(_get(cold, noted))
+    document["released"]["critic"] = document["released"]["actor"]
+    key = next(k for k in cold.keys("/a/") if "/000003/" in k and "logprobs/c.0" in k)
+    cold.change(key, flipped)
+    repair(cold)
+    with cold.raw() as backend:
+        backend.put(noted, sealed(document))
+    with cold.open() as store:
+        assert list(store.unreleased()) == [good]
+        store.hydrate([good])
 
 
 def test_a_dry_run_of_a_repair_changes_nothing(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tq_fs.controller import Controller
 from tq_fs.embedded import UNIT
 from tq_fs.errors import StoreBusy
+from tq_fs.manifests import TRAJECTORY
 from tq_fs.operate._findings import WASTE, Finding
 from tq_fs.operate._opened import OpenedStore
 from tq_fs.operate._plan import Action, plan_repair
@@ -15,6 +16,10 @@ from tq_fs.operate._quarantine import QUARANTINE
 from tq_fs.operate._verify import Progress, verify_store, waste_of
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
+
+_ANEW = (
+    "made anew from what lies beside it; where that is damaged too, the whole session is set aside"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,9 +62,7 @@ def repair_store(store: OpenedStore, *, dry_run: bool, progress: Progress) -> Re
     """
     found = verify_store(store, progress=progress).findings
     if dry_run:
-        actions = [_removal(f) for f in found if f.kind in WASTE]
-        actions += [a for _, a in plan_repair(store, _broken(found))]
-        return Repaired(dry_run=True, actions=actions, found=found, left=found)
+        return Repaired(dry_run=True, actions=_would(store, found), found=found, left=found)
     done = _remove(store, found)
     rebuilt = _rebuild(store) if any(f.kind == "unreadable" for f in found) else ()
     broken = [f for f in _broken(found) if f.path not in rebuilt]
@@ -73,6 +76,19 @@ def repair_store(store: OpenedStore, *, dry_run: bool, progress: Progress) -> Re
         done.append(action)
     left = verify_store(store, data=False)
     return Repaired(dry_run=False, actions=done, found=found, left=left.findings, rebuilt=rebuilt)
+
+
+def _would(store: OpenedStore, found: Sequence[Finding]) -> list[Action]:
+    """Return what a repair would do, as far as that is known without doing it."""
+    removals = [_removal(f) for f in found if f.kind in WASTE]
+    kept = {f.path for f in found if f.kind == "unreadable" and _keeps_trajectory(store, f.path)}
+    anew = [Action(kind="mend", place=f"manifests/{p}", detail=_ANEW) for p in sorted(kept)]
+    rest = [f for f in _broken(found) if f.path not in kept]
+    return [*removals, *anew, *(action for _, action in plan_repair(store, rest))]
+
+
+def _keeps_trajectory(store: OpenedStore, path: str) -> bool:
+    return TRAJECTORY in set(store.places.documents.list(f"manifests/{path}"))
 
 
 def _broken(findings: Iterable[Finding]) -> list[Finding]:
@@ -112,8 +128,10 @@ def check_quiet(store: OpenedStore) -> None:
     ------
     StoreBusy
     """
+    if store.is_written is not None:
+        return  # the folder's lock tells
     found = verify_store(store, data=False)
-    if found.open_sessions and store.is_written is None:
+    if found.open_sessions:
         raise StoreBusy(
             f"{found.open_sessions} sessions without a manifest began, or wrote a Step, less than "
             f"{store.grace_s:g} s ago: a process may still record them",
