@@ -35,7 +35,14 @@ from tests._rollouts import (
 )
 from tq_fs.backends import Backend, LocalBackend
 from tq_fs.config import StoreConfig
-from tq_fs.errors import SessionMissing, StoreBusy, StoreFenced
+from tq_fs.errors import (
+    SessionMissing,
+    StorageDenied,
+    StorageFailed,
+    StoreBusy,
+    StoreFenced,
+    TqFsError,
+)
 from tq_fs.operate import (
     OLDER,
     Finding,
@@ -394,6 +401,37 @@ def test_in_a_bucket_a_long_session_that_goes_on_is_no_orphan(bucket: str, drive
         with pytest.raises(StoreBusy, match="--grace-s 0"):
             check_quiet(looked)
     assert [f.kind for f in cold.findings()] == ["orphan"]
+
+
+@pytest.mark.parametrize("error", [StorageFailed, StorageDenied])
+@pytest.mark.parametrize("name", ["logprobs/c.0", "/000001/zarr.json"])
+def test_what_the_disk_does_not_give_back_is_found_and_holds_up_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: type[TqFsError]
+) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    fill(cold)
+    bad = next(k for k in cold.keys(name) if "/a/" in k and "/000001/" in k)
+    worse = next(k for k in cold.keys("logprobs/c.0") if "/b/" in k)
+    cold.change(worse, flipped)
+
+    def failing(method: str) -> Callable[..., Any]:
+        act = getattr(LocalBackend, method)
+
+        def fail(self: LocalBackend, key: str) -> Any:
+            if key == bad:
+                raise error("Input/output error (errno 5)", subject=key)
+            return act(self, key)
+
+        return fail
+
+    for method in ("open", "get"):
+        monkeypatch.setattr(LocalBackend, method, failing(method))
+    assert {(f.kind, f.place) for f in cold.findings()} == {("failed", bad), ("corrupt", worse)}
+    done = repair(cold)
+    assert {a.kind for a in done.actions} == {"leave", "set aside"}
+    assert [f.kind for f in done.left] == [f.kind for f in cold.findings()] == ["failed"]
+    monkeypatch.undo()
+    assert cold.findings() == []
 
 
 @pytest.mark.s3

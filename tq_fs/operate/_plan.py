@@ -21,6 +21,7 @@ from tq_fs.operate._quarantine import (
 from tq_fs.operate._sessions import UNUSABLE, read_session
 from tq_fs.operate._verify import needed_of
 
+_FAILED = "the disk does not give all of its Steps back: see to disk and permissions first"
 _WHOLE_SESSION = frozenset({"unreadable", "no-data"})
 
 
@@ -127,7 +128,10 @@ def _plan_steps(store: OpenedStore, found: Found, mine: Sequence[Finding]) -> It
         else:
             place = entry.place(found.manifest.incarnation.path)
             yield mend.act, Action(kind="mend", place=place, detail=mend.detail)
-    if broken:
+    if any(finding.kind == "failed" for step in broken for finding in by_step[step]):
+        path = found.manifest.incarnation.path
+        yield _nothing, Action(kind="leave", place=f"manifests/{path}", detail=_FAILED)
+    elif broken:
         yield _segments_aside(store, found, broken)
 
 

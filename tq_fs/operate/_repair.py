@@ -74,8 +74,10 @@ def repair_store(store: OpenedStore, *, dry_run: bool, progress: Progress) -> Re
         store.places.fence()
         act()
         done.append(action)
-    left = verify_store(store, data=False)
-    return Repaired(dry_run=False, actions=done, found=found, left=left.findings, rebuilt=rebuilt)
+    left = verify_store(store, data=False).findings
+    alone = {action.place for action in done if action.kind == "leave"}
+    left += [f for f in broken if f.kind == "failed" and f"manifests/{f.path}" in alone]
+    return Repaired(dry_run=False, actions=done, found=found, left=left, rebuilt=rebuilt)
 
 
 def _would(store: OpenedStore, found: Sequence[Finding]) -> list[Action]:
