@@ -842,6 +842,28 @@ def test_a_bad_copy_is_made_anew_from_the_other_tier(bucket: str, tmp_path: Path
 
 
 @pytest.mark.s3
+def test_a_step_that_the_bucket_has_lost_is_found_though_the_front_has_it(
+    bucket: str, tmp_path: Path
+) -> None:
+    """A node that is lost would take the only copy with it."""
+    config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": "write-back"}})
+    cold = Cold(f"s3://{bucket}/runs", config)
+    refs = fill(cold)
+    with opened_store(cold.url, StoreConfig(), write=True) as bare:  # as a lifecycle rule would
+        key = next(k for k, _ in bare.places.steps.walk("steps/train/a") if "/000001/" in k)
+        place = key.partition("/try-")[0]
+        bare.places.steps.delete(place)
+    (finding,) = cold.findings()
+    assert (finding.kind, finding.tier, finding.step) == ("missing", "back", 1)
+    assert [a.kind for a in repair(cold, dry_run=True).actions] == ["mend"]
+    repair(cold)
+    assert cold.findings() == []
+    shutil.rmtree(tmp_path / "default")
+    with cold.open(read_only=True) as store_:
+        store_.hydrate(refs)
+
+
+@pytest.mark.s3
 @pytest.mark.parametrize("damage", [flip_bit, flip_bit_of_the_manifest, add_a_step], ids=named)
 def test_a_repair_touches_nothing_of_a_job_that_has_taken_the_bucket_since(
     bucket: str, damage: Callable[[Cold], None], monkeypatch: pytest.MonkeyPatch
