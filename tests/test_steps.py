@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tq_fs.backends import LocalBackend
 from tq_fs.errors import (
     ChunkCorrupt,
+    CorruptError,
     FormatTooNew,
     ManifestCorrupt,
     ObjectExists,
@@ -647,6 +648,21 @@ def test_a_damaged_description_is_refused() -> None:
     for at in range(len(whole)):
         with contextlib.suppress(ManifestCorrupt):  # or it lies in what only Zarr reads
             read_attributes(whole[:at] + b"\xff" + whole[at + 1 :], "a/step")
+
+
+def test_arrays_that_cannot_be_are_refused() -> None:
+    """Whoever asks them for their objects would divide by zero."""
+    whole = object_bytes(encode(field("uint8", "none", 3)), GROUP)
+    refused = 0
+    for at in range(len(whole)):
+        for other in (b"0", b"9", b"-1"):
+            try:
+                found = read_attributes(whole[:at] + other + whole[at + 1 :], "a/step")
+            except CorruptError:  # of a later version, where it is that digit
+                refused += 1
+            else:
+                found.step.objects()
+    assert refused
 
 
 @pytest.mark.parametrize("codec", CODECS)
