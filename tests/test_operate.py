@@ -939,6 +939,29 @@ def test_a_copy_that_was_cut_in_front_is_dropped_when_the_store_is_opened(
     assert cold.findings() == []
 
 
+@pytest.mark.s3
+@pytest.mark.parametrize("policy", ["write-through", "write-back"])
+def test_a_step_that_is_cut_in_both_tiers_is_set_aside(
+    bucket: str, tmp_path: Path, policy: str
+) -> None:
+    config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": policy}})
+    cold = Cold(f"s3://{bucket}/runs", config)
+    refs = fill(cold)
+    (path,) = tmp_path.glob("default/steps/train/a/*/000001/try-*/logprobs/c.0")
+    key = str(path.relative_to(tmp_path / "default"))
+    with opened_store(cold.url, StoreConfig(), write=True) as bare:
+        bare.places.steps.put(key, path.read_bytes()[:-5])
+    path.write_bytes(path.read_bytes()[:-9])
+    assert {(f.kind, f.tier) for f in cold.findings()} == {
+        ("truncated", "front"),
+        ("truncated", "back"),
+    }
+    (action,) = repair(cold).actions
+    assert (action.kind, list(action.refs)) == ("set aside", refs)
+    assert cold.findings() == []
+    assert not path.exists()
+
+
 # ---------------------------------------------------------------- gc
 
 
