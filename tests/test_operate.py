@@ -333,6 +333,15 @@ def test_beside_a_writer_sessions_that_are_recorded_are_no_findings(tmp_path: Pa
     assert cold.findings() == []
 
 
+def test_a_writer_that_comes_while_somebody_looks_has_no_orphans(tmp_path: Path) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    fill(cold)
+    with cold.opened() as looked, cold.open() as store:
+        short_rollout(FIELDS, 3).record(store.session("live"))
+        found = verify_store(looked)
+        assert (found.findings, found.open_sessions) == ([], 1)
+
+
 def test_looking_takes_no_lock_from_a_writer(tmp_path: Path) -> None:
     cold = Cold(tmp_path.as_uri(), StoreConfig())
     fill(cold)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tq_fs.backends import Backend, ObjectBackend, TieredBackend, is_attempt
@@ -48,8 +49,8 @@ class OpenedStore:
         Threads that read.
     threads
         How many those are.
-    is_written
-        Whether a process has it open for writing; None where that cannot be told.
+    ask_written
+        Tells whether another process has it open for writing by now; None where nobody can tell.
     grace_s
         Where that cannot be told: sessions that began, or wrote a Step, less than so many seconds
         ago may still be recorded.
@@ -63,7 +64,7 @@ class OpenedStore:
     catalog: Catalog
     pool: ThreadPoolExecutor
     threads: int
-    is_written: bool | None
+    ask_written: Callable[[], bool | None]
     grace_s: float
     now_ns: Callable[[], int]
 
@@ -74,8 +75,9 @@ class OpenedStore:
 
     def may_be_recorded(self, path: str) -> bool:
         """Tell whether a session without a manifest may still be going on."""
-        if self.is_written is not None:
-            return self.is_written
+        is_written = self.ask_written()
+        if is_written is not None:
+            return is_written
         return self._is_young(opened_ns(path)) or self._is_young(self._written_ns(path))
 
     def _is_young(self, then_ns: int) -> bool:
@@ -124,7 +126,7 @@ def opened_store(
             catalog=Catalog(places.documents, config.store_id, cache_bytes=_CACHE_BYTES),
             pool=pool,
             threads=threads,
-            is_written=False if write else _is_written(places.folder),
+            ask_written=(lambda: False) if write else partial(_is_written, places.folder),
             grace_s=grace_s,
             now_ns=now_ns,
         )

@@ -130,7 +130,7 @@ def check_quiet(store: OpenedStore) -> None:
     ------
     StoreBusy
     """
-    if store.is_written is not None:
+    if store.ask_written() is not None:
         return  # the folder's lock tells
     found = verify_store(store, data=False)
     if found.open_sessions:
