@@ -70,6 +70,11 @@ class Client:
         with self._store:
             return self._inner.size(key)
 
+    def modified_ns(self, key: str) -> int:
+        self._pass("modified", key)
+        with self._store:
+            return self._inner.modified_ns(key)
+
     def pages(self, prefix: str, *, deep: bool, after: str) -> Iterator[Page]:
         self._pass("list", prefix)
         with self._store:

@@ -213,7 +213,8 @@ def test_json_goes_to_a_file_beside_the_text(
 ) -> None:
     path = tmp_path / "report.json"
     run(capsys, *words_of(command, filled.as_uri()), "--json", path)
-    assert isinstance(json.loads(path.read_text()), dict)
+    document = json.loads(path.read_text())
+    assert (document["store_id"], document["url"]) == ("default", f"{filled.as_uri()}/default")
     before = contents(filled)
     for more in [[], ["--yes"]] if command in {"repair", "gc"} else [[]]:
         words = [*words_of(command, filled.as_uri()), *more]

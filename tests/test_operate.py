@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import shutil
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,20 @@ from tests._rollouts import (
 )
 from tq_fs.backends import Backend, LocalBackend
 from tq_fs.config import StoreConfig
-from tq_fs.errors import SessionMissing, StoreBusy
+from tq_fs.errors import (
+    SessionMissing,
+    StorageDenied,
+    StorageFailed,
+    StoreBusy,
+    StoreFenced,
+    TqFsError,
+)
 from tq_fs.operate import (
     OLDER,
     Finding,
     OpenedStore,
     Repaired,
+    Verified,
     check_quiet,
     collect_waste,
     list_sessions,
@@ -48,6 +58,7 @@ from tq_fs.operate import (
     show_session,
     verify_store,
 )
+from tq_fs.served import ServedStore
 
 # ---------------------------------------------------------------- stores that are damaged by hand
 
@@ -97,14 +108,17 @@ def fill(cold: Cold) -> list[str]:
     return refs
 
 
-@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(params=["local", "served", pytest.param("s3", marks=pytest.mark.s3)])
 def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cold]:
     """Give a store of two finalized sessions with several chunks in each object."""
-    url = tmp_path.as_uri()
-    if request.param == "s3":
-        url = f"s3://{request.getfixturevalue('bucket')}/runs"
     config = StoreConfig.of({"persist_trajectories": True, "prepared_groups": 0, "layer_groups": 2})
-    with small_chunks():
+    with small_chunks(), ExitStack() as opened:
+        url = tmp_path.as_uri()
+        if request.param == "s3":
+            url = f"s3://{request.getfixturevalue('bucket')}/runs"
+        elif request.param == "served":
+            served = ServedStore(url, local=[f"unix:{tmp_path}/socket"])
+            url = opened.enter_context(served).urls[0]
         made = Cold(url, config)
         fill(made)
         yield made
@@ -319,12 +333,32 @@ def test_beside_a_writer_sessions_that_are_recorded_are_no_findings(tmp_path: Pa
     assert cold.findings() == []
 
 
+def test_a_writer_that_comes_while_somebody_looks_has_no_orphans(tmp_path: Path) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    fill(cold)
+    with cold.opened() as looked, cold.open() as store:
+        short_rollout(FIELDS, 3).record(store.session("live"))
+        found = verify_store(looked)
+        assert (found.findings, found.open_sessions) == ([], 1)
+
+
 def test_looking_takes_no_lock_from_a_writer(tmp_path: Path) -> None:
     cold = Cold(tmp_path.as_uri(), StoreConfig())
     fill(cold)
     with cold.opened() as looked, open_store(tmp_path, FIELDS) as store:
         record(store, "c", 3)
         assert len(list(list_sessions(looked))) == 3
+
+
+def test_a_writer_that_starts_just_when_somebody_looks_gets_the_store(tmp_path: Path) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    fill(cold)
+    with (tmp_path / "default" / ".lock").open() as asking, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        begun = pool.submit(lambda: cold.open().close())
+        time.sleep(0.02)
+        fcntl.flock(asking, fcntl.LOCK_UN)
+        begun.result(timeout=20)
 
 
 def test_a_session_released_while_it_is_verified_is_no_finding(tmp_path: Path) -> None:
@@ -354,6 +388,59 @@ def test_in_a_bucket_the_time_of_grace_tells_open_sessions_from_orphans(bucket: 
         assert (found.findings, found.open_sessions) == ([], 1)
         assert [s.state for s in list_sessions(looked)] == ["open"]
     assert [f.kind for f in cold.findings()] == ["orphan"]
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("driver", ["obstore", "s3fs"])
+def test_in_a_bucket_a_long_session_that_goes_on_is_no_orphan(bucket: str, driver: str) -> None:
+    """It began before the time of grace, and has just written a Step."""
+    cold = Cold(f"s3://{bucket}/runs", StoreConfig(driver=driver))
+    with cold.open() as store:
+        short_rollout(FIELDS, 3).record(store.session("long"))
+    long_ago = f"{time.time_ns() - 10**15:016x}"
+    with cold.raw() as backend:
+        for key, _ in list(backend.walk("steps")):
+            parts = key.split("/")
+            parts[3] = long_ago + parts[3][16:]
+            backend.put("/".join(parts), backend.get(key))
+            backend.delete(key)
+    with cold.opened(grace_s=60) as looked:
+        found = verify_store(looked)
+        assert (found.findings, found.open_sessions) == ([], 1)
+        with pytest.raises(StoreBusy, match="--grace-s 0"):
+            check_quiet(looked)
+    assert [f.kind for f in cold.findings()] == ["orphan"]
+
+
+@pytest.mark.parametrize("error", [StorageFailed, StorageDenied])
+@pytest.mark.parametrize("name", ["logprobs/c.0", "/000001/zarr.json"])
+def test_what_the_disk_does_not_give_back_is_found_and_holds_up_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: type[TqFsError]
+) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    fill(cold)
+    bad = next(k for k in cold.keys(name) if "/a/" in k and "/000001/" in k)
+    worse = next(k for k in cold.keys("logprobs/c.0") if "/b/" in k)
+    cold.change(worse, flipped)
+
+    def failing(method: str) -> Callable[..., Any]:
+        act = getattr(LocalBackend, method)
+
+        def fail(self: LocalBackend, key: str) -> Any:
+            if key == bad:
+                raise error("Input/output error (errno 5)", subject=key)
+            return act(self, key)
+
+        return fail
+
+    for method in ("open", "get"):
+        monkeypatch.setattr(LocalBackend, method, failing(method))
+    assert {(f.kind, f.place) for f in cold.findings()} == {("failed", bad), ("corrupt", worse)}
+    done = repair(cold)
+    assert {a.kind for a in done.actions} == {"leave", "set aside"}
+    assert [f.kind for f in done.left] == [f.kind for f in cold.findings()] == ["failed"]
+    monkeypatch.undo()
+    assert cold.findings() == []
 
 
 @pytest.mark.s3
@@ -585,10 +672,29 @@ def test_metadata_is_mended_to_the_byte(cold: Cold) -> None:
 
 def test_a_damaged_manifest_is_made_anew(cold: Cold) -> None:
     flip_bit_of_the_manifest(cold)
+    (would,) = repair(cold, dry_run=True).actions
+    assert would.kind == "mend"
+    assert "made anew" in would.detail
     done = repair(cold)
     assert len(done.rebuilt) == 1
     with cold.opened() as looked:
         assert {s.state for s in list_sessions(looked)} == {"finalized"}
+
+
+def test_a_session_whose_state_is_damaged_is_set_aside_and_its_segments_are_named(
+    tmp_path: Path,
+) -> None:
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    with cold.open() as store:
+        session = store.session("a")
+        turning_rollout().record(session)
+        good, bad = refs_of(session.finalize())
+        store.release([bad], "train")
+    cold.change(first(cold, "train/a/", "state-"), flipped)
+    for dry_run in (True, False):
+        (action,) = repair(cold, dry_run=dry_run).actions
+        assert (action.kind, action.refs) == ("set aside", (good, bad))
+    assert cold.findings() == []
 
 
 def test_segments_that_can_be_read_stay_and_the_others_are_set_aside(cold: Cold) -> None:
@@ -640,6 +746,27 @@ def test_what_was_released_of_segments_set_aside_releases_nothing_else(tmp_path:
         store.hydrate([good])
         assert list(store.unreleased()) == [good]
     assert cold.findings() == []
+
+
+def test_a_release_of_a_segment_that_was_set_aside_ends_no_session(tmp_path: Path) -> None:
+    """A writer that was fenced may still write what it had noted."""
+    cold = Cold(tmp_path.as_uri(), StoreConfig())
+    with cold.open() as store:
+        session = store.session("a")
+        turning_rollout().record(session)
+        good, bad = refs_of(session.finalize(consumers=("actor", "critic")))
+        store.release([bad], "actor")
+    noted = first(cold, "train/a/", "state-")
+    document = json.loads(_get(cold, noted))
+    document["released"]["critic"] = document["released"]["actor"]
+    key = next(k for k in cold.keys("/a/") if "/000003/" in k and "logprobs/c.0" in k)
+    cold.change(key, flipped)
+    repair(cold)
+    with cold.raw() as backend:
+        backend.put(noted, sealed(document))
+    with cold.open() as store:
+        assert list(store.unreleased()) == [good]
+        store.hydrate([good])
 
 
 def test_a_dry_run_of_a_repair_changes_nothing(tmp_path: Path) -> None:
@@ -721,6 +848,127 @@ def test_a_bad_copy_is_made_anew_from_the_other_tier(bucket: str, tmp_path: Path
     assert cold.findings() == []
     with cold.open(read_only=True) as store_:
         store_.hydrate(refs)
+
+
+@pytest.mark.s3
+def test_a_step_that_the_bucket_has_lost_is_found_though_the_front_has_it(
+    bucket: str, tmp_path: Path
+) -> None:
+    """A node that is lost would take the only copy with it."""
+    config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": "write-back"}})
+    cold = Cold(f"s3://{bucket}/runs", config)
+    refs = fill(cold)
+    with opened_store(cold.url, StoreConfig(), write=True) as bare:  # as a lifecycle rule would
+        key = next(k for k, _ in bare.places.steps.walk("steps/train/a") if "/000001/" in k)
+        place = key.partition("/try-")[0]
+        bare.places.steps.delete(place)
+    (finding,) = cold.findings()
+    assert (finding.kind, finding.tier, finding.step) == ("missing", "back", 1)
+    assert [a.kind for a in repair(cold, dry_run=True).actions] == ["mend"]
+    repair(cold)
+    assert cold.findings() == []
+    shutil.rmtree(tmp_path / "default")
+    with cold.open(read_only=True) as store_:
+        store_.hydrate(refs)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("damage", [flip_bit, flip_bit_of_the_manifest, add_a_step], ids=named)
+def test_a_repair_touches_nothing_of_a_job_that_has_taken_the_bucket_since(
+    bucket: str, damage: Callable[[Cold], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It verifies for hours, and a supervisor starts the job again meanwhile."""
+    cold = Cold(f"s3://{bucket}/runs", StoreConfig.of({"persist_trajectories": True}))
+    with small_chunks(), ExitStack() as opened:
+        fill(cold)
+        damage(cold)
+        live: list[tq_fs.Session] = []
+
+        def verify(*args: Any, **more: Any) -> Verified:
+            found = verify_store(*args, **more)
+            if not live:
+                job = opened.enter_context(cold.open())
+                live.append(job.session("live"))
+                short_rollout(FIELDS, 3).record(live[0])
+            return found
+
+        monkeypatch.setattr("tq_fs.operate._repair.verify_store", verify)
+        with (
+            opened_store(cold.url, cold.config, write=True) as store,
+            pytest.raises(StoreFenced),
+        ):
+            repair_store(store, dry_run=False, progress=lambda s, n: None)
+        refs = refs_of(live[0].finalize())
+        opened.close()
+        with cold.open(read_only=True) as store_:
+            store_.hydrate(refs)
+    assert damage is add_a_step or [f.path for f in cold.findings()]
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("policy", ["write-through", "write-back"])
+@pytest.mark.parametrize("name", ["logprobs/c.0", "zarr.json"])
+def test_a_copy_that_was_cut_in_the_bucket_is_made_anew_from_the_front(
+    bucket: str, tmp_path: Path, name: str, policy: str
+) -> None:
+    config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": policy}})
+    cold = Cold(f"s3://{bucket}/runs", config)
+    refs = fill(cold)
+    (path,) = tmp_path.glob(f"default/steps/train/a/*/000001/try-*/{name}")
+    whole, key = path.read_bytes(), str(path.relative_to(tmp_path / "default"))
+    with opened_store(cold.url, cold.config, write=True) as store:
+        store.tiers["back"].put(key, whole[:-5])
+    assert {(f.kind, f.tier) for f in cold.findings()} <= {
+        ("truncated", "back"),
+        ("corrupt", "back"),
+    }
+    assert cold.findings()
+    repair(cold)
+    assert cold.findings() == []
+    assert path.read_bytes() == whole
+    with opened_store(cold.url, cold.config) as store:
+        assert store.tiers["back"].get(key) == whole
+    with cold.open(read_only=True) as store_:
+        store_.hydrate(refs)
+
+
+@pytest.mark.s3
+def test_a_copy_that_was_cut_in_front_is_dropped_when_the_store_is_opened(
+    bucket: str, tmp_path: Path
+) -> None:
+    config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": "write-through"}})
+    cold = Cold(f"s3://{bucket}/runs", config)
+    refs = fill(cold)
+    (path,) = tmp_path.glob("default/steps/train/a/*/000001/try-*/logprobs/c.0")
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [(f.kind, f.tier) for f in cold.findings()] == [("truncated", "front")]
+    with cold.open() as store:
+        assert not path.exists()
+        store.hydrate(refs)
+    assert cold.findings() == []
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("policy", ["write-through", "write-back"])
+def test_a_step_that_is_cut_in_both_tiers_is_set_aside(
+    bucket: str, tmp_path: Path, policy: str
+) -> None:
+    config = StoreConfig.of({"tier": {"folder": str(tmp_path), "policy": policy}})
+    cold = Cold(f"s3://{bucket}/runs", config)
+    refs = fill(cold)
+    (path,) = tmp_path.glob("default/steps/train/a/*/000001/try-*/logprobs/c.0")
+    key = str(path.relative_to(tmp_path / "default"))
+    with opened_store(cold.url, StoreConfig(), write=True) as bare:
+        bare.places.steps.put(key, path.read_bytes()[:-5])
+    path.write_bytes(path.read_bytes()[:-9])
+    assert {(f.kind, f.tier) for f in cold.findings()} == {
+        ("truncated", "front"),
+        ("truncated", "back"),
+    }
+    (action,) = repair(cold).actions
+    assert (action.kind, list(action.refs)) == ("set aside", refs)
+    assert cold.findings() == []
+    assert not path.exists()
 
 
 # ---------------------------------------------------------------- gc

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tq_fs.backends import LocalBackend
 from tq_fs.errors import (
     ChunkCorrupt,
+    CorruptError,
     FormatTooNew,
     ManifestCorrupt,
     ObjectExists,
@@ -41,6 +42,7 @@ from tq_fs.steps import (
     decode,
     encode_step,
     layout_for,
+    measure_group,
     read_attributes,
 )
 
@@ -646,3 +648,40 @@ def test_a_damaged_description_is_refused() -> None:
     for at in range(len(whole)):
         with contextlib.suppress(ManifestCorrupt):  # or it lies in what only Zarr reads
             read_attributes(whole[:at] + b"\xff" + whole[at + 1 :], "a/step")
+
+
+def test_arrays_that_cannot_be_are_refused() -> None:
+    """Whoever asks them for their objects would divide by zero."""
+    whole = object_bytes(encode(field("uint8", "none", 3)), GROUP)
+    refused = 0
+    for at in range(len(whole)):
+        for other in (b"0", b"9", b"-1"):
+            try:
+                found = read_attributes(whole[:at] + other + whole[at + 1 :], "a/step")
+            except CorruptError:  # of a later version, where it is that digit
+                refused += 1
+            else:
+                found.step.objects()
+    assert refused
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_a_group_says_what_its_members_measure(codec: str, is_compact: bool) -> None:
+    step = encode(field("uint16", codec, 2050), layer_groups=2)
+    members = {
+        m: object_bytes(step, m)
+        for m in step.members
+        if m == GROUP or not (is_compact and m.endswith("/zarr.json"))
+    }
+    sizes = measure_group(members[GROUP], members.keys())
+    assert sizes == {m: len(data) for m, data in members.items() if m != GROUP}
+
+
+def test_a_damaged_group_says_sizes_or_nothing_and_raises_nothing() -> None:
+    whole = object_bytes(encode(field("uint8", "none", 3)), GROUP)
+    for at in range(len(whole)):
+        for other in (b"0", b"9", b"\xff", b'"', b""):
+            measure_group(whole[:at] + other + whole[at + 1 :], ["f/zarr.json"])
+    assert measure_group(b"", []) == {}
+    assert measure_group(whole[:-1], []) == {}

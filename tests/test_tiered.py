@@ -9,8 +9,9 @@ import random
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ from tq_fs.errors import (
     SessionClosed,
     StorageDenied,
     StorageFailed,
+    StorageFull,
     StorageUnreachable,
     WrongProcess,
 )
@@ -955,3 +957,95 @@ def test_a_start_with_another_policy_uploads_what_was_left(tiers: Tiers) -> None
         tiers.client.let_go()
         assert again.result(timeout=20) == place
     assert tiers.uploaded() == {place}
+
+
+# ---------------------------------------------------------------- copies that differ in size
+
+
+def measured(commit: bytes, names: Collection[str]) -> dict[str, int]:
+    """Say what a group's members measure, as :func:`group` made it."""
+    assert "data/c.0" in names
+    return {"data/c.0": 8 * KiB} if commit.isdigit() else {}
+
+
+Damage = tuple[str, str, Callable[[bytes], bytes]]
+
+BACK_IS_SHORT: list[Damage] = [
+    ("back", "data/c.0", lambda data: data[:-7]),
+    ("back", "data/c.0", lambda data: b""),
+    ("back", "data/c.0", lambda data: data + b"more"),
+    ("back", "zarr.json", lambda data: b""),
+]
+FRONT_IS_SHORT: list[Damage] = [
+    ("front", "data/c.0", lambda data: data[:-7]),
+    ("front", "data/c.0", lambda data: data + b"more"),
+    ("front", "zarr.json", lambda data: b""),
+]
+
+
+def damage(tiers: Tiers, place: str, harm: Damage) -> None:
+    where, name, how = harm
+    if where == "back":
+        tiers.back.put(f"{place}/{name}", how(tiers.back.get(f"{place}/{name}")))
+    else:
+        path = tiers.folder / "front" / place / name
+        path.write_bytes(how(path.read_bytes()))
+
+
+@pytest.mark.parametrize("harm", BACK_IS_SHORT)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_start_keeps_what_is_whole_in_front_and_uploads_it_again(
+    tiers: Tiers, policy: str, harm: Damage
+) -> None:
+    tier = tiers.open(policy)
+    places = publish(tier, 2)
+    tier.close()
+    damage(tiers, places[0], harm)
+    tier = tiers.open(policy, measure=measured)
+    assert tier.recover() == 1
+    assert held(tier, places[0], group(0))
+    tier.settle("")
+    assert in_front(tier) == [0, 1]
+    assert all(held(tiers.back, place, group(i)) for i, place in enumerate(places))
+
+
+@pytest.mark.parametrize("harm", FRONT_IS_SHORT)
+def test_a_start_drops_what_a_power_cut_has_damaged_in_front(tiers: Tiers, harm: Damage) -> None:
+    tier = tiers.open("write-through")
+    places = publish(tier, 2)
+    tier.close()
+    damage(tiers, places[0], harm)
+    tier = tiers.open("write-through", measure=measured)
+    assert tier.recover() == 0
+    assert in_front(tier) == [1]
+    assert held(tier, places[0], group(0))
+
+
+def test_a_start_drops_and_uploads_nothing_where_neither_copy_is_right(tiers: Tiers) -> None:
+    tier = tiers.open("write-through")
+    (place,) = publish(tier, 1)
+    tier.close()
+    damage(tiers, place, ("back", "data/c.0", lambda data: data[:-7]))
+    damage(tiers, place, ("front", "data/c.0", lambda data: data[:-9]))
+    tier = tiers.open("write-through", measure=measured, capacity_bytes=GROUP_BYTES)
+    assert tier.recover() == 0
+    with suppress(StorageFull):
+        publish(tier, 1, 1)  # and it is not evicted
+    assert len(tier.get(f"{place}/data/c.0")) == 8 * KiB - 9
+    assert len(tiers.back.get(f"{place}/data/c.0")) == 8 * KiB - 7
+
+
+@pytest.mark.parametrize(
+    ("harm", "in_front_still"),
+    [(FRONT_IS_SHORT[0], False), (FRONT_IS_SHORT[1], True), (BACK_IS_SHORT[0], True)],
+)
+def test_where_a_commit_says_no_sizes_only_a_shorter_front_is_dropped(
+    tiers: Tiers, harm: Damage, in_front_still: bool
+) -> None:
+    tier = tiers.open("write-through")
+    (place,) = publish(tier, 1)
+    tier.close()
+    damage(tiers, place, harm)
+    tier = tiers.open("write-through")
+    assert tier.recover() == 0
+    assert (in_front(tier) == [0]) is in_front_still

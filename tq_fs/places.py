@@ -25,6 +25,7 @@ from tq_fs.errors import InvalidConfig, ObjectMissing, WrongStore
 from tq_fs.keys import component
 from tq_fs.manifests import STORE_SCHEMA, StoreDocument
 from tq_fs.served import SCHEME, open_served
+from tq_fs.steps import measure_group
 from tq_fs.store_folder import (
     STORE_FILE,
     claim_folder,
@@ -396,6 +397,7 @@ def _tiered(
         upload_memory_bytes=tier.upload_memory_bytes,
         deadline_s=config.inflight_deadline_s,
         cache=cache,
+        measure=measure_group,
     )
     opened.callback(backend.close)
     return backend

@@ -41,7 +41,7 @@ def released_by_all(released: Released) -> frozenset[str]:
 
 def is_over(manifest: SessionManifest, done: frozenset[str]) -> bool:
     """Tell whether nothing of a session is needed any more."""
-    return len(done) == len(manifest.segments)
+    return all(_name(segment) in done for segment in manifest.segments)
 
 
 def needed_steps(manifest: SessionManifest, done: frozenset[str]) -> set[int]:

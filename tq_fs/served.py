@@ -22,7 +22,7 @@ from tq_fs.store_folder import STORE_FILE, claim_folder, lock_folder, unlock_fol
 
 SCHEME = "tqfs"
 _OPTIONS = ("identity",)
-_ROOTS = frozenset({"steps", "manifests", "pages", "claims", STORE_FILE})
+_ROOTS = frozenset({"steps", "manifests", "pages", "claims", "quarantine", STORE_FILE})
 
 
 class ServedStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tq_fs.manifests import STORE_SCHEMA, StoreDocument
 
 STORE_FILE = "store.json"
 LOCK_FILE = ".lock"
+_TRIES = 5
+_PAUSE_S = 0.01
 
 
 def lock_folder(root: Path) -> int:
@@ -73,7 +76,7 @@ def _check_own(root: Path) -> None:
 
 def _lock(fd: int, root: Path) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_soon(fd)
     except BlockingIOError as error:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
         raise StoreBusy(
@@ -84,6 +87,16 @@ def _lock(fd: int, root: Path) -> None:
     with suppress(OSError):  # a full disk: the name is for messages only
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+
+def _lock_soon(fd: int) -> None:
+    """Take the lock; who only asks whether it is taken (tq-fs ls) holds it for a moment."""
+    for _ in range(_TRIES):
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_PAUSE_S)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def claim_folder(

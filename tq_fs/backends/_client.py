@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
 
 from tq_fs.backends._base import Buffer
@@ -63,6 +64,14 @@ class ObjectClient(Protocol):
         ObjectMissing
         """
 
+    def modified_ns(self, key: str) -> int:
+        """Return when an object was written, by the server's clock; 0 where it does not say.
+
+        Raises
+        ------
+        ObjectMissing
+        """
+
     def pages(self, prefix: str, *, deep: bool, after: str) -> Iterator[Page]:
         """Yield the keys below `prefix` (empty, or ending in ``/``) that come behind `after`.
 
@@ -83,3 +92,9 @@ class ObjectClient(Protocol):
 
     def close(self) -> None:
         """Let go of connections; idempotent."""
+
+
+def nanoseconds(time: datetime) -> int:
+    """Return a time in nanoseconds since 1970; one without a zone is UTC."""
+    known = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    return int(known.timestamp() * 1e9)

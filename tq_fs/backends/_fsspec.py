@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from tq_fs.backends._base import Buffer
-from tq_fs.backends._client import ObjectClient, Page
+from tq_fs.backends._client import ObjectClient, Page, nanoseconds
 from tq_fs.backends._errors import translate
 from tq_fs.backends._files import parts
 from tq_fs.backends._forks import PerProcess, leave_to_parent
@@ -100,6 +100,11 @@ class S3fsClient:
             raise
         size: int = found["ContentLength"]
         return size
+
+    def modified_ns(self, key: str) -> int:
+        """Return when an object was written."""
+        found = self._request(key, lambda s3: s3.head_object(Bucket=self._name, Key=key))
+        return nanoseconds(found["LastModified"])
 
     def pages(self, prefix: str, *, deep: bool, after: str) -> Iterator[Page]:
         """Yield the keys below `prefix`, as the server gives them."""
@@ -294,6 +299,14 @@ class FsspecClient:
                 raise FileNotFoundError(path)
             size: int = found["size"]
             return size
+
+    def modified_ns(self, key: str) -> int:
+        """Return when an object was written; 0 where the file system does not say."""
+        with self._mapped(key) as (fs, path):
+            try:
+                return nanoseconds(fs.modified(path))
+            except NotImplementedError:
+                return 0
 
     def pages(self, prefix: str, *, deep: bool, after: str) -> Iterator[Page]:
         """Yield the keys below `prefix`, all as one page."""

@@ -271,6 +271,11 @@ class ObjectBackend:
             if part.nbytes < _PART_BYTES:
                 return at
 
+    def modified_ns(self, key: str) -> int:
+        """Return when an object was written, by the server's clock; 0 where it does not say."""
+        _check(key)
+        return self._call(lambda: self._client.modified_ns(self._root + key))
+
     def list(self, prefix: str) -> Iterator[str]:
         """Yield the names right below `prefix`, sorted."""
         if prefix:

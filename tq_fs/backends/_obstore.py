@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tq_fs.backends._base import Buffer
-from tq_fs.backends._client import Page
+from tq_fs.backends._client import Page, nanoseconds
 from tq_fs.backends._files import nbytes
 from tq_fs.backends._forks import leave_to_parent
 from tq_fs.backends._fsspec import S3fsClient, split
@@ -120,6 +120,15 @@ class ObstoreClient:
         except (StorageDenied, StorageRefused):
             self.read(key, 0, 1)  # the answer to a HEAD cannot say why; this one does
             raise
+
+    def modified_ns(self, key: str) -> int:
+        """Return when an object was written."""
+        if (other := self._other()) is not None:
+            return other.modified_ns(key)
+        import obstore  # noqa: PLC0415
+
+        with self._mapped(key):
+            return nanoseconds(obstore.head(self._bucket(), key)["last_modified"])
 
     def pages(self, prefix: str, *, deep: bool, after: str) -> Iterator[Page]:
         """Yield the keys below `prefix`."""

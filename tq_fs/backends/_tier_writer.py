@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 from tq_fs.backends._base import Buffer
+from tq_fs.backends._copies import Measure, Verdict, measures_nothing, verdict
 from tq_fs.backends._files import nbytes
 from tq_fs.backends._front import Found, Front
 from tq_fs.backends._group_files import GroupFiles, Upload, UploadCancelled
-from tq_fs.backends._objects import ObjectBackend, commit_of, new_attempt
+from tq_fs.backends._objects import ObjectBackend, new_attempt
 from tq_fs.backends._places import parent_of, place_of
 from tq_fs.backends._seldom import Seldom
 from tq_fs.backends._traffic import Traffic
@@ -34,7 +35,6 @@ _LISTED = 64  # sessions whose objects are compared with the front's at once
 _FRONT_FAILURES = (StorageFull, StorageFailed, StorageDenied, ObjectMissing)  # or removed
 
 Policy = Literal["write-through", "write-back"]
-_Verdict = Literal["clean", "only here", "damaged"]
 
 
 def check_policy(text: str) -> Policy:
@@ -48,6 +48,7 @@ def check_policy(text: str) -> Policy:
         if text == known:
             return known  # type: ignore[no-any-return]
     raise InvalidConfig(f"{text!r} is none of {', '.join(get_args(Policy))}", subject="policy")
+
 
 class TierWriter:
     """Publishes to, and deletes from, a front and the object store behind it. Thread-safe.
@@ -66,6 +67,8 @@ class TierWriter:
         Bound of members in memory while they are uploaded.
     at
         Called with the name of each point that is passed.
+    measure
+        Says from a group's commit what its members measure.
 
     Attributes
     ----------
@@ -87,12 +90,14 @@ class TierWriter:
         deadline_s: float,
         pause_s: tuple[float, float],
         at: Callable[[str], None],
+        measure: Measure = measures_nothing,
     ) -> None:
         self.front = front
         self.misses, self.spills = Seldom(_log), Seldom(_log)
         self._back = back
         self._policy = policy
         self._at = at
+        self._measure = measure
         self._threads = threads
         self._traffic = Traffic()
         self._closed = False
@@ -216,25 +221,33 @@ class TierWriter:
     def recover(self) -> int:
         """Count what lies in front and queue what the object store lacks; return how much."""
         self._check_open()
-        judged: list[tuple[Found, _Verdict]] = []
+        judged: list[tuple[Found, Verdict]] = []
         sessions = (list(g) for _, g in itertools.groupby(self.front.found(), _session_of))
         with ThreadPoolExecutor(self._threads, "tq-fs-recover") as pool:
             while some := list(itertools.islice(sessions, _LISTED)):
                 judged += itertools.chain.from_iterable(pool.map(self._judge, some))
         judged.sort(key=lambda item: item[0].written_ns)
-        for found, verdict in judged:
-            if verdict == "damaged":
-                self.front.local.delete(found.place)
-                continue
-            self.front.adopt(found, clean=verdict == "clean")
-            if verdict == "only here":
-                self.queue.put(Upload(found.place, found.sizes), reserved=False)
-        return sum(verdict == "only here" for _, verdict in judged)
+        for found, judgement in judged:
+            self._take_in(found, judgement)
+        return sum(judgement == "only here" for _, judgement in judged)
 
-    def _judge(self, groups: Sequence[Found]) -> list[tuple[Found, _Verdict]]:
+    def _judge(self, groups: Sequence[Found]) -> list[tuple[Found, Verdict]]:
         """Tell for groups of one session what the object store has of them."""
         there = dict(self._back.walk(_session_of(groups[0])))
-        return [(group, _verdict(group, there)) for group in groups]
+        front = self.front.local
+        return [(g, verdict(g, there, front, self._back, self._measure)) for g in groups]
+
+    def _take_in(self, found: Found, judgement: Verdict) -> None:
+        """Count a group that was found, or remove it."""
+        if judgement == "damaged":
+            _log.warning("%s was cut on the front, and is whole in the object store", found.place)
+            self.front.local.delete(found.place)
+            return
+        if judgement == "unclear":
+            _log.error("%s differs in size in front and behind: tq-fs repair", found.place)
+        self.front.adopt(found, clean=judgement == "clean")
+        if judgement == "only here":
+            self.queue.put(Upload(found.place, found.sizes), reserved=False)
 
     def close(self) -> None:
         """Upload what is in front only, and stop all threads in any case; idempotent."""
@@ -251,16 +264,6 @@ class TierWriter:
     @property
     def _name(self) -> str:
         return str(self.front.local.root)
-
-
-def _verdict(found: Found, there: Mapping[str, int]) -> _Verdict:
-    """Compare a group on the front with the object store, where the commit was uploaded last."""
-    sizes = {name: there.get(f"{found.place}/{name}") for name in found.sizes}
-    if sizes == found.sizes:
-        return "clean"
-    committed = f"{found.place}/{commit_of(found.sizes)}" in there
-    cut = any(size not in (None, found.sizes[name]) for name, size in sizes.items())
-    return "damaged" if committed and cut else "only here"  # a power cut may shorten files
 
 
 def _session_of(found: Found) -> str:

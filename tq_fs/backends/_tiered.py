@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tq_fs.backends._base import Buffer, ObjectReader
+from tq_fs.backends._copies import Measure, measures_nothing
 from tq_fs.backends._errors import check_key
 from tq_fs.backends._front import Front
 from tq_fs.backends._local import LocalBackend, _at_nothing
@@ -94,6 +95,9 @@ class TieredBackend:
         Keeps what was read from the object store; None for none.
     at
         Called with the name of each point that is passed; for tests that kill the process there.
+    measure
+        Says from a group's commit what its members measure: which of two copies is right where
+        they differ in size. Where it says nothing, a front that is shorter is wrong.
     """
 
     POINTS = (
@@ -123,6 +127,7 @@ class TieredBackend:
         pause_s: tuple[float, float] = (1.0, 60.0),
         cache: NodeCache | None = None,
         at: Callable[[str], None] = _at_nothing,
+        measure: Measure = measures_nothing,
     ) -> None:
         self.front = front
         self.back = back
@@ -150,6 +155,7 @@ class TieredBackend:
                 deadline_s=deadline_s,
                 pause_s=pause_s,
                 at=at,
+                measure=measure,
             )
 
     def __reduce__(self) -> tuple[object, ...]:

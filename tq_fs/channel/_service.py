@@ -136,14 +136,21 @@ class Service:
         ------
         InvalidKey
         """
-        if self._roots is not None and key.partition("/")[0] not in self._roots:
+        if self._roots is not None and not self._is_own(key):
             raise InvalidKey(f"a unit serves {sorted(self._roots)} only", subject=repr(key)[:200])
         return key
 
+    def _is_own(self, key: str) -> bool:
+        return self._roots is None or key.partition("/")[0] in self._roots
+
     def names(self, request: wire.List | wire.Stamps) -> Iterator[tuple[str, int | str]]:
         """Return what lies below a prefix, with sizes or -1, or with stamps."""
-        if request.prefix or self._roots is not None:
-            self.own(request.prefix)
+        if not request.prefix:
+            return (item for item in self._names(request) if self._is_own(item[0]))
+        self.own(request.prefix)
+        return self._names(request)
+
+    def _names(self, request: wire.List | wire.Stamps) -> Iterator[tuple[str, int | str]]:
         if isinstance(request, wire.Stamps):
             return self._stamps(request.prefix)
         if request.deep:

@@ -146,8 +146,9 @@ def _add(
         type=_seconds,
         default=GRACE_S,
         metavar="N",
-        help="where no lock tells whether a process writes: sessions without a manifest that began "
-        "less than N seconds ago may still be recorded; 0: nobody writes (default: %(default)g)",
+        help="where no lock tells whether a process writes: sessions without a manifest that "
+        "began, or wrote a Step, less than N seconds ago may still be recorded; 0: nobody writes "
+        "(default: %(default)g)",
     )
     add("--json", metavar="FILE", help="write the report as JSON; - is standard output")
     return parser
@@ -202,9 +203,8 @@ def _ls(arguments: argparse.Namespace) -> int:
         if arguments.json != STDOUT:
             sessions = text.listing(sessions, time.time_ns())
         if arguments.json:
-            head = {"store_id": store.store_id, "url": store.places.url}
             rows = map(asdict, sessions)
-            stream_json(head, "sessions", rows, arguments.json, is_complete=until.is_whole)
+            stream_json(_head(store), "sessions", rows, arguments.json, is_complete=until.is_whole)
         else:
             deque(sessions, maxlen=0)  # they are printed
     return INTERRUPTED if until.is_interrupted else 0
@@ -214,7 +214,8 @@ def _show(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as store:
         shown = list(show_session(store, arguments.session, partition=arguments.partition))
     if arguments.json:
-        write_json({"incarnations": [asdict(session) for session in shown]}, arguments.json)
+        found = [asdict(session) for session in shown]
+        write_json({**_head(store), "incarnations": found}, arguments.json)
     if arguments.json != STDOUT:
         for session in shown:
             text.session(session, time.time_ns(), Console())
@@ -225,7 +226,7 @@ def _stat(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as store, progress_bar(None, "objects") as (bar, task):
         found = measure_space(store, lambda n: bar.advance(task, n))
     if arguments.json:
-        write_json(asdict(found), arguments.json)
+        write_json({**_head(store), **asdict(found)}, arguments.json)
     if arguments.json != STDOUT:
         text.space(found, Console())
     return 0
@@ -235,7 +236,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as store, _session_bar(store) as progress:
         found = verify_store(store, data=not arguments.no_data, progress=progress)
     if arguments.json:
-        write_json({**asdict(found), "kinds": found.kinds()}, arguments.json)
+        kinds = {"kinds": found.kinds()}
+        write_json({**_head(store), **asdict(found), **kinds}, arguments.json)
     if arguments.json != STDOUT:
         text.verified(found, Console())
     return 1 if found.findings else 0
@@ -244,20 +246,25 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _repair(arguments: argparse.Namespace) -> int:
     with _opened(arguments, write=arguments.yes) as store, _session_bar(store) as progress:
         done = repair_store(store, dry_run=not arguments.yes, progress=progress)
-    _tell(done, arguments)
+    _tell(store, done, arguments)
     return 1 if done.left else 0
 
 
 def _gc(arguments: argparse.Namespace) -> int:
     with _opened(arguments, write=arguments.yes) as store:
         done = collect_waste(store, dry_run=not arguments.yes, quarantine=arguments.quarantine)
-    _tell(done, arguments)
+    _tell(store, done, arguments)
     return 1 if done.left and arguments.yes else 0
 
 
-def _tell(done: Repaired, arguments: argparse.Namespace) -> None:
+def _head(store: OpenedStore) -> dict[str, str]:
+    """Return what each JSON document begins with."""
+    return {"store_id": store.store_id, "url": store.places.url}
+
+
+def _tell(store: OpenedStore, done: Repaired, arguments: argparse.Namespace) -> None:
     if arguments.json:
-        write_json(asdict(done), arguments.json)
+        write_json({**_head(store), **asdict(done)}, arguments.json)
     if arguments.json != STDOUT:
         text.repaired(done, Console())
 

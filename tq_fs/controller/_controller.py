@@ -491,6 +491,24 @@ class Controller:
             rebuilt=tuple(rebuilt),
         )
 
+    def rebuild(self) -> tuple[str, ...]:
+        """Make manifests that cannot be used anew, as :meth:`recover` does, and remove nothing.
+
+        Returns
+        -------
+        tuple of str
+            Paths of their incarnations.
+        """
+        units = self._writable()
+        loaded = self._start.load(trust=False)
+        rebuilt = []
+        for held in units.inventory() if self._start.unreadable else ():
+            if held.path in self._start.unreadable:
+                self._fence()
+                if self._rebuild(held, loaded):
+                    rebuilt.append(held.path)
+        return tuple(rebuilt)
+
     def take_over(self) -> Recovery:
         """Read the manifests and finish deletions that were begun, while sessions go on.
 

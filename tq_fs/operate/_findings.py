@@ -11,6 +11,7 @@ REMEDIES = {
     "no-data": "none of the Steps is there: restore them, or let repair set the manifest aside",
     "mismatch": "a Step says other things of itself than its manifest: as for corrupt",
     "unreadable": "the manifest, or what was released, cannot be used: restore it, or repair",
+    "failed": "the disk does not give it back: see to disk and permissions; repair leaves it alone",
     "trajectory": "the resident fields cannot be used: restore them, or let repair set them aside",
     "too-new": "written by a later version: use that one; repair leaves it alone",
     "orphan": "Steps of a session that was never finalized: gc removes them",

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from tq_fs.backends import COMMIT, Backend
-from tq_fs.errors import ObjectMissing
+from tq_fs.errors import ObjectMissing, StorageDenied, StorageFailed
 from tq_fs.keys import StepKey
 from tq_fs.manifests import SessionManifest
 from tq_fs.operate._findings import Finding
@@ -101,7 +101,7 @@ def _is_nearly(backend: Backend, key: str, wanted: bytes) -> bool:
     """Tell whether an object is another one but for a few bytes."""
     try:
         have = backend.get(key)
-    except ObjectMissing:
+    except (ObjectMissing, StorageDenied, StorageFailed):
         return False
     differing = sum(a != b for a, b in zip(have, wanted, strict=False))
     return len(have) == len(wanted) and differing <= _MOST_BYTES

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tq_fs.backends import Backend, TieredBackend, is_attempt
+from tq_fs.backends import Backend, ObjectBackend, TieredBackend, is_attempt
 from tq_fs.config import StoreConfig
 from tq_fs.embedded import reader_threads
+from tq_fs.errors import ObjectMissing
 from tq_fs.keys import Incarnation
 from tq_fs.manifests import Catalog
 from tq_fs.operate._neighbours import naming_neighbours
@@ -47,11 +49,11 @@ class OpenedStore:
         Threads that read.
     threads
         How many those are.
-    is_written
-        Whether a process has it open for writing; None where that cannot be told.
+    ask_written
+        Tells whether another process has it open for writing by now; None where nobody can tell.
     grace_s
-        Where that cannot be told: sessions that began less than so many seconds ago may still be
-        recorded.
+        Where that cannot be told: sessions that began, or wrote a Step, less than so many seconds
+        ago may still be recorded.
     now_ns
         The clock.
     """
@@ -62,7 +64,7 @@ class OpenedStore:
     catalog: Catalog
     pool: ThreadPoolExecutor
     threads: int
-    is_written: bool | None
+    ask_written: Callable[[], bool | None]
     grace_s: float
     now_ns: Callable[[], int]
 
@@ -73,10 +75,17 @@ class OpenedStore:
 
     def may_be_recorded(self, path: str) -> bool:
         """Tell whether a session without a manifest may still be going on."""
-        if self.is_written is not None:
-            return self.is_written
-        age_ns = self.now_ns() - opened_ns(path)
-        return age_ns < self.grace_s * 1e9
+        is_written = self.ask_written()
+        if is_written is not None:
+            return is_written
+        return self._is_young(opened_ns(path)) or self._is_young(self._written_ns(path))
+
+    def _is_young(self, then_ns: int) -> bool:
+        return bool(self.grace_s) and self.now_ns() - then_ns < self.grace_s * 1e9
+
+    def _written_ns(self, path: str) -> int:
+        """Return when the last Step of a session was written; 0 where nobody says."""
+        return max((_last_written_ns(tier, path) for tier in self.tiers.values()), default=0)
 
 
 def opened_ns(path: str) -> int:
@@ -117,7 +126,7 @@ def opened_store(
             catalog=Catalog(places.documents, config.store_id, cache_bytes=_CACHE_BYTES),
             pool=pool,
             threads=threads,
-            is_written=False if write else _is_written(places.folder),
+            ask_written=(lambda: False) if write else partial(_is_written, places.folder),
             grace_s=grace_s,
             now_ns=now_ns,
         )
@@ -150,6 +159,17 @@ def _is_written(folder: Path | None) -> bool | None:
     finally:
         os.close(fd)
     return False
+
+
+def _last_written_ns(backend: Backend, path: str) -> int:
+    """Return when the last Step of a session was written to a tier; 0 where it does not say."""
+    last = max((key for key, _ in backend.walk(f"steps/{path}")), default=None)
+    if last is None or not isinstance(backend, ObjectBackend):
+        return 0
+    try:
+        return backend.modified_ns(last)
+    except ObjectMissing:
+        return 0  # removed since
 
 
 def held_at(backend: Backend, path: str) -> Held:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tq_fs.manifests import Found, SegmentEntry
+from tq_fs.manifests import MANIFEST, Found, SegmentEntry
 from tq_fs.operate._findings import Finding
 from tq_fs.operate._mend import mending
 from tq_fs.operate._opened import OpenedStore
@@ -18,9 +18,10 @@ from tq_fs.operate._quarantine import (
     set_aside_session,
     set_aside_trajectory,
 )
-from tq_fs.operate._sessions import read_session
+from tq_fs.operate._sessions import UNUSABLE, read_session
 from tq_fs.operate._verify import needed_of
 
+_FAILED = "the disk does not give all of its Steps back: see to disk and permissions first"
 _WHOLE_SESSION = frozenset({"unreadable", "no-data"})
 
 
@@ -74,7 +75,8 @@ def _plan_session(store: OpenedStore, path: str, mine: Sequence[Finding]) -> Ite
         yield _nothing, Action(kind="leave", place=f"manifests/{path}", detail=detail)
         return
     if not isinstance(found, Found) or kinds & _WHOLE_SESSION:
-        yield _session_aside(store, path, mine, found if isinstance(found, Found) else None)
+        whole = found if isinstance(found, Found) else _manifest_alone(store, path)
+        yield _session_aside(store, path, mine, whole)
         return
     for finding in mine:
         if finding.kind == "trajectory":
@@ -82,6 +84,14 @@ def _plan_session(store: OpenedStore, path: str, mine: Sequence[Finding]) -> Ite
             action = Action(kind="set aside", place=finding.place, detail=detail)
             yield partial(set_aside_trajectory, store, path), action
     yield from _plan_steps(store, found, [f for f in mine if f.step is not None])
+
+
+def _manifest_alone(store: OpenedStore, path: str) -> Found | None:
+    """Return a session's manifest, as if nothing were released, where only that is unknown."""
+    try:
+        return store.catalog.read(path, (MANIFEST,))
+    except UNUSABLE:
+        return None
 
 
 def _nothing() -> None:
@@ -118,7 +128,10 @@ def _plan_steps(store: OpenedStore, found: Found, mine: Sequence[Finding]) -> It
         else:
             place = entry.place(found.manifest.incarnation.path)
             yield mend.act, Action(kind="mend", place=place, detail=mend.detail)
-    if broken:
+    if any(finding.kind == "failed" for step in broken for finding in by_step[step]):
+        path = found.manifest.incarnation.path
+        yield _nothing, Action(kind="leave", place=f"manifests/{path}", detail=_FAILED)
+    elif broken:
         yield _segments_aside(store, found, broken)
 
 

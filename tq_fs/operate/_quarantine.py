@@ -17,7 +17,7 @@ from tq_fs.manifests import (
 )
 from tq_fs.operate._opened import OpenedStore, held_at
 from tq_fs.operate._verify import needed_of
-from tq_fs.released import released_by_all, released_of
+from tq_fs.released import is_over, released_by_all, released_of
 
 _K = TypeVar("_K")
 QUARANTINE = "quarantine"
@@ -64,7 +64,7 @@ def set_aside_segments(store: OpenedStore, found: Found, broken: Collection[int]
     manifest = without(found.manifest, lost)
     done = released_by_all(released_of(manifest.consumers, found.state))
     path = manifest.incarnation.path
-    if len(done) == len(manifest.segments):
+    if is_over(manifest, done):
         return set_aside_session(store, path)
     left = needed_of(Found(manifest, found.state))
     moved = needed_of(found) - left

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tq_fs.controller import Controller
 from tq_fs.embedded import UNIT
 from tq_fs.errors import StoreBusy
+from tq_fs.manifests import TRAJECTORY
 from tq_fs.operate._findings import WASTE, Finding
 from tq_fs.operate._opened import OpenedStore
 from tq_fs.operate._plan import Action, plan_repair
@@ -15,6 +16,10 @@ from tq_fs.operate._quarantine import QUARANTINE
 from tq_fs.operate._verify import Progress, verify_store, waste_of
 from tq_fs.steps import EncodeOptions
 from tq_fs.storage_unit import StorageUnit
+
+_ANEW = (
+    "made anew from what lies beside it; where that is damaged too, the whole session is set aside"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,19 +62,35 @@ def repair_store(store: OpenedStore, *, dry_run: bool, progress: Progress) -> Re
     """
     found = verify_store(store, progress=progress).findings
     if dry_run:
-        actions = [_removal(f) for f in found if f.kind in WASTE]
-        actions += [a for _, a in plan_repair(store, _broken(found))]
-        return Repaired(dry_run=True, actions=actions, found=found, left=found)
-    done = [_removal(f) for f in found if f.kind in WASTE]
-    _remove(store, [f for f in found if f.kind in WASTE])
+        return Repaired(dry_run=True, actions=_would(store, found), found=found, left=found)
+    done = _remove(store, found)
     rebuilt = _rebuild(store) if any(f.kind == "unreadable" for f in found) else ()
     broken = [f for f in _broken(found) if f.path not in rebuilt]
-    broken += verify_store(store, only=rebuilt).findings if rebuilt else []
+    if rebuilt:
+        again = verify_store(store, only=rebuilt).findings
+        done += _remove(store, again)
+        broken += _broken(again)
     for act, action in plan_repair(store, broken):
+        store.places.fence()
         act()
         done.append(action)
-    left = verify_store(store, data=False)
-    return Repaired(dry_run=False, actions=done, found=found, left=left.findings, rebuilt=rebuilt)
+    left = verify_store(store, data=False).findings
+    alone = {action.place for action in done if action.kind == "leave"}
+    left += [f for f in broken if f.kind == "failed" and f"manifests/{f.path}" in alone]
+    return Repaired(dry_run=False, actions=done, found=found, left=left, rebuilt=rebuilt)
+
+
+def _would(store: OpenedStore, found: Sequence[Finding]) -> list[Action]:
+    """Return what a repair would do, as far as that is known without doing it."""
+    removals = [_removal(f) for f in found if f.kind in WASTE]
+    kept = {f.path for f in found if f.kind == "unreadable" and _keeps_trajectory(store, f.path)}
+    anew = [Action(kind="mend", place=f"manifests/{p}", detail=_ANEW) for p in sorted(kept)]
+    rest = [f for f in _broken(found) if f.path not in kept]
+    return [*removals, *anew, *(action for _, action in plan_repair(store, rest))]
+
+
+def _keeps_trajectory(store: OpenedStore, path: str) -> bool:
+    return TRAJECTORY in set(store.places.documents.list(f"manifests/{path}"))
 
 
 def _broken(findings: Iterable[Finding]) -> list[Finding]:
@@ -109,10 +130,12 @@ def check_quiet(store: OpenedStore) -> None:
     ------
     StoreBusy
     """
+    if store.ask_written() is not None:
+        return  # the folder's lock tells
     found = verify_store(store, data=False)
-    if found.open_sessions and store.is_written is None:
+    if found.open_sessions:
         raise StoreBusy(
-            f"{found.open_sessions} sessions without a manifest began less than "
+            f"{found.open_sessions} sessions without a manifest began, or wrote a Step, less than "
             f"{store.grace_s:g} s ago: a process may still record them",
             subject=store.places.url,
             remedy="end the run first; --grace-s 0 where nobody writes",
@@ -126,7 +149,9 @@ def _removal(finding: Finding) -> Action:
     return Action(kind="remove", place=finding.place, detail=finding.detail, nbytes=finding.nbytes)
 
 
-def _remove(store: OpenedStore, waste: Iterable[Finding]) -> None:
+def _remove(store: OpenedStore, findings: Iterable[Finding]) -> list[Action]:
+    """Remove what findings say is needed by nobody; return what was done."""
+    waste = [finding for finding in findings if finding.kind in WASTE]
     for finding in waste:
         store.places.fence()
         if finding.place.startswith("manifests/"):
@@ -134,10 +159,14 @@ def _remove(store: OpenedStore, waste: Iterable[Finding]) -> None:
             store.places.steps.delete(f"steps/{finding.path}")
         else:
             store.places.steps.delete(finding.place)
+    return [_removal(finding) for finding in waste]
 
 
 def _rebuild(store: OpenedStore) -> tuple[str, ...]:
-    """Make manifests that cannot be used anew, where trajectory and Steps are whole."""
+    """Make manifests that cannot be used anew, where trajectory and Steps are whole.
+
+    A controller's start would do so too, and sweep; another process may record by now.
+    """
     places = store.places
     controller = Controller(
         store.catalog,
@@ -147,4 +176,4 @@ def _rebuild(store: OpenedStore) -> tuple[str, ...]:
         fence=places.fence,
         pool=store.pool if places.remote else None,
     )
-    return controller.recover(rebuild=True).rebuilt
+    return controller.rebuild()

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tq_fs.backends import COMMIT, Backend, ObjectReader
+from tq_fs.backends import COMMIT, Backend, LocalBackend, ObjectReader
 from tq_fs.errors import (
     ChunkCorrupt,
     CorruptError,
@@ -17,6 +17,8 @@ from tq_fs.errors import (
     ManifestCorrupt,
     ObjectMissing,
     ObjectShort,
+    StorageDenied,
+    StorageFailed,
 )
 from tq_fs.keys import StepKey
 from tq_fs.manifests import SessionManifest
@@ -34,6 +36,8 @@ from tq_fs.steps import (
 )
 
 Bytes = npt.NDArray[np.uint8]
+_FAILURES = (StorageFailed, StorageDenied)
+_Problem = CorruptError | ObjectMissing | StorageFailed | StorageDenied
 
 
 @dataclass(slots=True)
@@ -65,6 +69,11 @@ class StepCopy:
     tier: str
     backend: Backend
     members: frozenset[str]
+
+    @property
+    def failures(self) -> tuple[type[StorageFailed] | type[StorageDenied], ...]:
+        """What is wrong with one object only: an object store that fails, fails altogether."""
+        return _FAILURES if isinstance(self.backend, LocalBackend) else ()
 
     @property
     def path(self) -> str:
@@ -101,9 +110,10 @@ def check_step(copy: StepCopy) -> Checked:
     return checked
 
 
-def _kind(problem: CorruptError | ObjectMissing, member: str) -> tuple[str, str, str]:
+def _kind(problem: _Problem, member: str) -> tuple[str, str, str]:
     kinds = {ObjectShort: "truncated", ObjectMissing: "missing"}
-    return kinds.get(type(problem), "corrupt"), member, problem.problem
+    kind = "failed" if isinstance(problem, _FAILURES) else kinds.get(type(problem), "corrupt")
+    return kind, member, problem.problem
 
 
 def arrays_of(step: StepEntry) -> Iterator[tuple[str, ArrayEntry]]:
@@ -119,7 +129,7 @@ def arrays_of(step: StepEntry) -> Iterator[tuple[str, ArrayEntry]]:
 
 def _object_problem(
     copy: StepCopy, name: str, array: ArrayEntry, checked: Checked
-) -> CorruptError | ObjectMissing | None:
+) -> _Problem | None:
     """Return why an array's object cannot be used, having read it twice."""
     key = f"{copy.step.place(copy.path)}/{name}/{array.layout.object_name}"
     checked.chunks += array.layout.chunks
@@ -130,7 +140,7 @@ def _object_problem(
         try:
             with copy.backend.open(key) as reader:
                 _check_object(reader, array)
-        except (ChunkCorrupt, ObjectShort, ObjectMissing) as error:
+        except (ChunkCorrupt, ObjectShort, ObjectMissing, *copy.failures) as error:
             if is_last:
                 return error
         else:
@@ -187,15 +197,15 @@ def _metadata(copy: StepCopy) -> Iterator[Finding]:
             continue  # the compact layout has none
         try:
             data = copy.backend.get(f"{place}/{name}")
-            problem = (
-                _group_problem(data, copy) if name == COMMIT else _array_problem(data, copy, name)
-            )
+            problem = _json_problem(data, copy, name)
         except ObjectMissing as error:
             yield copy.finding("missing", name, error.problem)
         except FormatTooNew as error:
             yield copy.finding("too-new", name, error.problem)
         except CorruptError as error:
             yield copy.finding("corrupt", name, error.problem)
+        except copy.failures as error:
+            yield copy.finding("failed", name, error.problem)
         else:
             if problem:
                 yield copy.finding("mismatch", name, problem)

@@ -206,6 +206,7 @@ def _look_at_steps(store: OpenedStore, found: Found, looked: _Looked) -> None:
         looked.findings.append(_of_documents("no-data", path, detail))
     else:
         looked.findings += [_missing(step, path) for step in missing]
+        looked.findings += _lost_behind(path, needed, held)
     for step in needed:
         for name, there in held.items():
             if step.place(path) in there:
@@ -218,6 +219,17 @@ def _missing(step: StepEntry, path: str) -> Finding:
     return Finding(
         kind="missing", path=path, place=step.place(path), detail=detail, step=step.index
     )
+
+
+def _lost_behind(path: str, needed: list[StepEntry], held: dict[str, Held]) -> Iterator[Finding]:
+    """Yield Steps that the object store lacks, which had them before the session was finalized."""
+    for step in needed:
+        place = step.place(path)
+        if place in held.get("front", {}) and place not in held["back"]:
+            detail = f"Step {step.index} lies in front only, and goes with its node"
+            yield Finding(
+                kind="missing", path=path, place=place, detail=detail, step=step.index, tier="back"
+            )
 
 
 def _look_at_copy(

@@ -25,6 +25,7 @@ from tq_fs.steps._entry import (
     read_attributes,
 )
 from tq_fs.steps._layout import CHECKSUM_BYTES, ArrayLayout, Part, known_layout, layout_for
+from tq_fs.steps._measure import measure_group
 from tq_fs.steps._metadata import array_json, group_json
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "group_json",
     "known_layout",
     "layout_for",
+    "measure_group",
     "read_attributes",
     "shard_index",
     "verify",

@@ -174,9 +174,13 @@ def read_attributes(group_json: bytes, subject: str) -> StepAttributes:
     """
     try:
         check_schema(_decode_head(group_json).attributes.tq_fs.schema, STEP_SCHEMA, subject)
-        return _decode_group(group_json).attributes.tq_fs
+        found = _decode_group(group_json).attributes.tq_fs
+        found.step.objects()
     except msgspec.DecodeError as error:
         raise ManifestCorrupt(f"not a Step's metadata: {error}", subject=subject) from error
+    except (ArithmeticError, IndexError, TypeError, ValueError) as error:
+        raise ManifestCorrupt(f"arrays that cannot be: {error}", subject=subject) from error
+    return found
 
 
 def check_schema(have: str, want: str, subject: str) -> None:
