@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("ray")
@@ -112,7 +113,8 @@ def test_payload_is_what_the_segments_hold() -> None:
 def test_traffic_follows_from_its_names() -> None:
     def steps(name: str) -> list[bytes]:
         made = Traffic.of(SMALL)._inputs(name)
-        return [bytes(v) for s in made for v in (*s.values.values(), s.context, s.response)]
+        arrays = [a for s in made for a in (*s.values.values(), s.context, s.response)]
+        return [np.asarray(array).tobytes() for array in arrays]
 
     assert steps("1-0") == steps("1-0")
     assert steps("1-0") != steps("1-1")
