@@ -976,7 +976,15 @@ def test_a_step_that_is_cut_in_both_tiers_is_set_aside(
 
 def collect(cold: Cold, *, dry_run: bool = False, quarantine: bool = False) -> Repaired:
     with opened_store(cold.url, cold.config, write=not dry_run, grace_s=0) as store:
-        return collect_waste(store, dry_run=dry_run, quarantine=quarantine)
+        looked: list[int] = []
+        done = collect_waste(
+            store,
+            dry_run=dry_run,
+            quarantine=quarantine,
+            progress=lambda sessions, nbytes: looked.append(sessions),
+        )
+        assert sum(looked) >= sum(1 for _ in store.catalog.entries()), "the bar gets to its end"
+        return done
 
 
 def test_gc_removes_what_nobody_needs_and_nothing_else(cold: Cold) -> None:

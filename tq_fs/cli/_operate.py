@@ -251,8 +251,10 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    with _opened(arguments, write=arguments.yes) as store:
-        done = collect_waste(store, dry_run=not arguments.yes, quarantine=arguments.quarantine)
+    with _opened(arguments, write=arguments.yes) as store, _session_bar(store) as progress:
+        done = collect_waste(
+            store, dry_run=not arguments.yes, quarantine=arguments.quarantine, progress=progress
+        )
     _tell(store, done, arguments)
     return 1 if done.left and arguments.yes else 0
 

@@ -97,7 +97,9 @@ def _broken(findings: Iterable[Finding]) -> list[Finding]:
     return [f for f in findings if f.kind not in WASTE]
 
 
-def collect_waste(store: OpenedStore, *, dry_run: bool, quarantine: bool) -> Repaired:
+def collect_waste(
+    store: OpenedStore, *, dry_run: bool, quarantine: bool, progress: Progress
+) -> Repaired:
     """Remove what nobody needs: Steps without a manifest, and what was released.
 
     Parameters
@@ -106,8 +108,10 @@ def collect_waste(store: OpenedStore, *, dry_run: bool, quarantine: bool) -> Rep
         Change nothing; `store` may then be open for reading.
     quarantine
         Remove what repairs have set aside, too.
+    progress
+        Is told how many sessions more were looked at.
     """
-    found = waste_of(store)
+    found = waste_of(store, progress=progress)
     actions = [_removal(f) for f in found]
     documents = store.places.documents
     set_aside = sum(n for _, n in documents.walk(QUARANTINE)) if quarantine else 0

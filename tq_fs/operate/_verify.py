@@ -88,9 +88,10 @@ def verify_store(
     return verified
 
 
-def waste_of(store: OpenedStore) -> list[Finding]:
+def waste_of(store: OpenedStore, *, progress: Progress = _at_nothing) -> list[Finding]:
     """Return what lies in a store and is needed by nobody; no values are read."""
-    return [f for f in verify_store(store, data=False).findings if f.kind in WASTE]
+    found = verify_store(store, data=False, progress=progress).findings
+    return [finding for finding in found if finding.kind in WASTE]
 
 
 def _count(verified: Verified, looked: _Looked) -> None:
