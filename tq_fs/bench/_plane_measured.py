@@ -56,7 +56,7 @@ class MemoryBench:
     experts: int = 256
     dtype: str = "uint16"
     trainers: int = 2
-    train_share: float = 0.35
+    train_share: float = 0.5
     root: Path | None = None
 
 
