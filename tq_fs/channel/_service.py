@@ -145,7 +145,7 @@ class Service:
 
     def names(self, request: wire.List | wire.Stamps) -> Iterator[tuple[str, int | str]]:
         """Return what lies below a prefix, with sizes or -1, or with stamps."""
-        if not request.prefix:
+        if not request.prefix and self._roots != frozenset():
             return (item for item in self._names(request) if self._is_own(item[0]))
         self.own(request.prefix)
         return self._names(request)
