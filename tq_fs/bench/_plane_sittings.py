@@ -33,6 +33,8 @@ from tq_fs.bench._plane_traffic import Traffic
 from tq_fs.bench._plane_watch import PlaneWatch
 from tq_fs.bench._s3_place import Place as Bucket
 from tq_fs.bench._s3_place import measuring_bucket
+from tq_fs.bench.servers import s3_server
+from tq_fs.errors import DependencyMissing
 from tq_fs.rollout import Rollout
 
 GiB = 1024**3
@@ -63,7 +65,10 @@ def measure(bench: MemoryBench, progress: Progress) -> Measured:
     absent = _absent(bench)
     runs = []
     disk = int(max(bench.payloads) * _DISK_SHARE) + GiB
-    with measuring_place(bench.root, disk) as place, _bucket(bench) as bucket:
+    with (
+        measuring_place(bench.root, disk) as place,
+        _bucket(wanted=S3 in {*bench.paths} - {*absent}) as bucket,
+    ):
         for number, order in enumerate(o for o in _orders(bench) if o.path not in absent):
             progress(f"{order.path} with {order.payload / GiB:.3g} GiB")
             folder = place.folder / f"run-{number}"
@@ -73,9 +78,16 @@ def measure(bench: MemoryBench, progress: Progress) -> Measured:
 
 
 def _absent(bench: MemoryBench) -> dict[str, str]:
+    """Return the paths that lack what they need, and what."""
+    found = {}
     if QUEUE in bench.paths and find_spec("transfer_queue") is None:
-        return {QUEUE: "TransferQueue is not installed: pip install 'tq-fs[transfer-queue]'"}
-    return {}
+        found[QUEUE] = "TransferQueue is not installed: pip install 'tq-fs[transfer-queue]'"
+    if S3 in bench.paths:
+        try:
+            s3_server("auto")
+        except DependencyMissing as error:
+            found[S3] = str(error)
+    return found
 
 
 def _orders(bench: MemoryBench) -> Iterator[_Order]:
@@ -84,8 +96,8 @@ def _orders(bench: MemoryBench) -> Iterator[_Order]:
         yield from (_Order(path, payload) for payload in payloads)
 
 
-def _bucket(bench: MemoryBench) -> AbstractContextManager[Bucket | None]:
-    return measuring_bucket(None, "auto") if S3 in bench.paths else nullcontext()
+def _bucket(*, wanted: bool) -> AbstractContextManager[Bucket | None]:
+    return measuring_bucket(None, "auto") if wanted else nullcontext()
 
 
 # ---------------------------------------------------------------- one run
