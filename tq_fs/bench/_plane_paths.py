@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tq_fs.bench._plane_traffic import Traffic
 from tq_fs.cluster import StoreCluster
 from tq_fs.config import ClusterConfig, StoreConfig
 from tq_fs.demo.played import take_digests
+from tq_fs.errors import StorageFailed
 from tq_fs.rollout import Parallel, ProxyConfig, Rollout, TrainerConfig, Trainers
 
 MiB = 1024**2
@@ -57,7 +58,7 @@ class Plane:
 def ray_node(object_store_bytes: int, environment: Mapping[str, str]) -> Iterator[str]:
     """Start Ray on this machine for a path alone; give the id of its one node."""
     level = logging.getLogger("ray").level
-    before = {name: os.environ.get(name) for name in environment}
+    before = {name: os.environ[name] for name in environment if name in os.environ}
     os.environ.update(environment)  # workers get it from us
     try:
         ray.init(
@@ -73,18 +74,17 @@ def ray_node(object_store_bytes: int, environment: Mapping[str, str]) -> Iterato
     finally:
         ray.shutdown()
         logging.getLogger("ray").setLevel(level)
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        for name in environment:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 # ---------------------------------------------------------------- in memory, and tq-fs
 
 
-@contextmanager
-def central(traffic: Traffic, ranks: int, node: str) -> Iterator[Plane]:
+def central(traffic: Traffic, ranks: int, node: str) -> AbstractContextManager[Plane]:
     """Start the centralized path: fields travel in the Segments, as narrow as they are stored."""
-    with _reference(traffic, ranks, node, None) as plane:
-        yield plane
+    return _reference(traffic, ranks, node, None)
 
 
 @contextmanager
@@ -208,7 +208,8 @@ def _titled(title: str) -> list[int]:
             continue
         if command and command[0].startswith(title):
             found.append(process.pid)
-    assert found, f"no process is called {title}"
+    if not found:
+        raise StorageFailed("no process is called that", subject=title)
     return found
 
 

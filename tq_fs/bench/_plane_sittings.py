@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -136,7 +136,6 @@ def _run(bench: MemoryBench, order: _Order, folder: Path, bucket: Bucket | None)
     )
 
 
-@contextmanager
 def _plane(
     bench: MemoryBench,
     order: _Order,
@@ -144,17 +143,14 @@ def _plane(
     node: str,
     folder: Path,
     bucket: Bucket | None,
-) -> Iterator[Plane]:
+) -> AbstractContextManager[Plane]:
     """Start a path's processes."""
     if order.path == CENTRAL:
-        made = central(traffic, bench.trainers, node)
-    elif order.path == QUEUE:
-        made = queued(traffic, bench.trainers, node)
-    else:
-        url = f"{bucket.url}/{folder.name}" if bucket is not None and order.path == S3 else None
-        made = stored(traffic, bench.trainers, node, folder, url)
-    with made as plane:
-        yield plane
+        return central(traffic, bench.trainers, node)
+    if order.path == QUEUE:
+        return queued(traffic, bench.trainers, node)
+    url = f"{bucket.url}/{folder.name}" if bucket is not None and order.path == S3 else None
+    return stored(traffic, bench.trainers, node, folder, url)
 
 
 def _warm_up(plane: Plane, bench: MemoryBench) -> None:

@@ -85,8 +85,8 @@ class Traffic:
 
     def play(self, session: Recorder) -> None:
         """Record a trajectory's Steps, each when the one before is safe."""
-        for number, step in enumerate(self._inputs(session.session_id)):
-            assert session.record(step).index == number
+        for step in self._inputs(session.session_id):
+            session.record(step)
 
     def _inputs(self, session_id: str) -> Iterator[StepInput]:
         for number in range(self.segments * self.steps):
