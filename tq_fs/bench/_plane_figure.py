@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tq_fs.bench._plane_compare import change, component_peaks, firsts, peak
-from tq_fs.bench._plane_measured import CENTRAL, NVME, QUEUE, S3, Measured, Run
+from tq_fs.bench._plane_measured import CENTRAL, NVME, PATH_NAMES, QUEUE, S3, Measured, Run
 from tq_fs.errors import DependencyMissing, InvalidConfig
 from tq_fs.planner import GiB, MiB, size_text
 
@@ -16,12 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Of the palette by Okabe and Ito, which the colour-blind can tell apart.
-STYLES = {
-    CENTRAL: ("#D55E00", "centralized"),
-    QUEUE: ("#E69F00", "TransferQueue"),
-    NVME: ("#0072B2", "tq-fs NVMe"),
-    S3: ("#009E73", "tq-fs S3"),
-}
+COLORS = {CENTRAL: "#D55E00", QUEUE: "#E69F00", NVME: "#0072B2", S3: "#009E73"}
 COMPONENT_LABELS = {
     "proxy": "Proxy",
     "rollout_manager": "Rollout-\nManager",
@@ -111,13 +106,13 @@ def _peaks(runs: Mapping[str, Run]) -> Figure:
 def _totals(axes: Axes, runs: Mapping[str, Run], scale: Scale) -> None:
     """Draw a bar for each path, with what it saves against the centralized one."""
     for at, (path, run) in enumerate(runs.items()):
-        color, _ = STYLES[path]
+        color = COLORS[path]
         axes.bar(at, peak(run) / scale.bytes, width=0.65, color=color)
         text = size_text(peak(run))
         if path != CENTRAL and CENTRAL in runs:
             text += f"\n{change(peak(run), peak(runs[CENTRAL]))}"
         _above(axes, at, peak(run) / scale.bytes, text)
-    axes.set_xticks(range(len(runs)), [_narrow(STYLES[path][1]) for path in runs])
+    axes.set_xticks(range(len(runs)), [_narrow(PATH_NAMES[path]) for path in runs])
     _dress(axes, "(a) peak of the data plane", scale)
 
 
@@ -129,7 +124,7 @@ def _components(axes: Axes, runs: Mapping[str, Run], scale: Scale) -> None:
     """Draw each component's own peak, paths side by side."""
     width = _BARS / len(runs)
     for nth, (path, run) in enumerate(runs.items()):
-        color, label = STYLES[path]
+        color, label = COLORS[path], PATH_NAMES[path]
         peaks = component_peaks(run)
         for at, name in enumerate(COMPONENT_LABELS):
             x, size = at + (nth - (len(runs) - 1) / 2) * width, peaks[name]
@@ -177,7 +172,7 @@ def _over_time(runs: Mapping[str, Run]) -> Figure:
 
 
 def _line(axes: Axes, path: str, run: Run, scale: Scale) -> None:
-    color, label = STYLES[path]
+    color, label = COLORS[path], PATH_NAMES[path]
     seconds = [sample.clock_s for sample in run.samples]
     totals = [sample.total / scale.bytes for sample in run.samples]
     cached = [sample.page_cache / scale.bytes for sample in run.samples]
@@ -189,7 +184,7 @@ def _line(axes: Axes, path: str, run: Run, scale: Scale) -> None:
 
 def _phases(axes: Axes, path: str, run: Run, row: int) -> None:
     """Draw when a path generated, pale, and when it trained, below it."""
-    color, _ = STYLES[path]
+    color = COLORS[path]
     for name, lower, alpha in (("rollout", row - 0.4, 0.35), ("training", row + 0.02, 1.0)):
         spans = [(p.begin_s, p.end_s - p.begin_s) for p in run.phases if p.name == name]
         axes.broken_barh(
@@ -198,7 +193,7 @@ def _phases(axes: Axes, path: str, run: Run, row: int) -> None:
 
 
 def _dress_phases(axes: Axes, runs: Mapping[str, Run]) -> None:
-    axes.set_yticks(range(len(runs)), [STYLES[path][1] for path in runs])
+    axes.set_yticks(range(len(runs)), [PATH_NAMES[path] for path in runs])
     axes.set_ylim(len(runs) - 0.4, -0.6)
     axes.set_xlabel("time since the first rollout began [s]; pale: rollouts, full: training")
     axes.set_xlim(

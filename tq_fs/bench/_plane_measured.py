@@ -10,6 +10,12 @@ GiB = 1024**3
 
 CENTRAL, QUEUE, NVME, S3 = "central", "transfer_queue", "nvme", "s3"
 PATHS = (CENTRAL, QUEUE, NVME, S3)
+PATH_NAMES = {
+    CENTRAL: "centralized",
+    QUEUE: "TransferQueue",
+    NVME: "tq-fs NVMe",
+    S3: "tq-fs S3",
+}
 # The master's data plane, as the seed of this project defines it; trainers are seen beside it.
 COMPONENTS = ("proxy", "rollout_manager", "object_store", "controller", "storage_unit")
 

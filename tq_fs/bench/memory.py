@@ -29,10 +29,8 @@ from tq_fs.bench._plane_compare import (
 from tq_fs.bench._plane_figure import draw_pictures, prepare_pictures
 from tq_fs.bench._plane_measured import (
     CENTRAL,
-    NVME,
+    PATH_NAMES,
     PATHS,
-    QUEUE,
-    S3,
     Measured,
     MemoryBench,
     Run,
@@ -54,12 +52,6 @@ __all__ = [
     "show",
 ]
 
-PATH_NAMES = {
-    CENTRAL: "centralized",
-    QUEUE: "TransferQueue",
-    NVME: "tq-fs NVMe",
-    S3: "tq-fs S3",
-}
 COMPONENT_NAMES = {
     "proxy": "Proxy",
     "rollout_manager": "RolloutManager",
